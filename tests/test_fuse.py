@@ -2,12 +2,15 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
@@ -174,10 +177,12 @@ def test_what_is_used_elsewhere_is_another_result(operands, function, expected):
         lambda x, w, b: jnp.tanh(x.astype(np.complex64) @ w),
     ],
 )
-def test_products_without_an_epilogue_are_jaxs(operands, function):
+def test_products_without_an_epilogue(operands, function):
     x, w, b, *_ = operands
-    found = str(jax.make_jaxpr(jtk.fuse(function))(x, w, b))
+    found = names(jtk.fuse(function), x, w, b)
     assert FUSED not in found
+    assert found.count("tilekern_contract") == names(function, x, w, b).count("dot_general")
+    assert "dot_general" not in found
     assert_same(jtk.fuse(function)(x, w, b), function(x, w, b))
 
 
@@ -373,6 +378,157 @@ def test_static_arguments_of_a_jit_around_it(operands):
     assert_same(jax.jit(jtk.fuse(f), static_argnames=[*named])(x, w, **named), expected)
     compiled = jtk.fuse(f, static_argnums=(2, 3, 4, 5)).lower(x, w, *static).compile()
     assert_same(compiled(x, w), expected)
+    assert_same(jtk.fuse(f)(x, w, *static), expected)
+    assert jtk.fuse(f).eval_shape(x, w, *static).shape == expected.shape
+
+
+def test_static_arguments_are_compiled_once(operands):
+    x, w, *_ = operands
+    traced = []
+
+    def f(x, w, activation, other=None):
+        traced.append(activation)
+        return activation(x @ w)
+
+    for named in ({"static_argnums": (2,)}, {"static_argnames": ("activation", "other")}):
+        traced.clear()
+        fused = jtk.fuse(f, **named)
+        for _ in range(2):
+            assert_same(fused(x, w, jnp.sin), jnp.sin(x @ w))
+        assert traced == [jnp.sin]
+
+
+# -- Methods of models. ----------------------------------------------------------------------------
+
+
+class Linen(nn.Module):
+    def layers(self, x, train):
+        hidden = nn.relu(nn.Dense(16)(x))
+        self.sow("intermediates", "hidden", hidden)
+        hidden = nn.Dropout(0.5, deterministic=not train)(hidden)
+        return nn.Dense(4)(nn.BatchNorm(use_running_average=not train)(hidden))
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        return self.layers(x, train)
+
+
+class FusedInside(Linen):
+    @nn.compact
+    @jtk.fuse
+    def __call__(self, x, train=True):
+        return self.layers(x, train)
+
+
+class FusedOutside(Linen):
+    @jtk.fuse
+    @nn.compact
+    def __call__(self, x, train=True):
+        return self.layers(x, train=train)
+
+
+@pytest.mark.parametrize("model", [FusedInside(), FusedOutside()])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_methods_of_linen(operands, model, transform):
+    x = operands[0]
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+
+    def step(model):
+        variables = transform(model.init)(rngs, x)
+        train = functools.partial(model.apply, rngs=rngs, mutable=["batch_stats", "intermediates"])
+        gradient = jax.grad(lambda v: model.apply(v, x, train=False).sum())
+        return variables, transform(train)(variables, x), transform(gradient)(variables)
+
+    found = step(model)
+    assert_same(found, step(Linen()))
+    applied = functools.partial(model.apply, train=False)
+    assert names(applied, found[0], x).count(FUSED) == 2
+
+
+def test_setup_of_linen(operands):
+    class Model(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(4)
+
+        @jtk.fuse
+        def __call__(self, x):
+            return jnp.tanh(self.dense(x))
+
+    x = operands[0]
+    variables = Model().init(jax.random.key(0), x)
+    dense = variables["params"]["dense"]
+    assert_same(Model().apply(variables, x), jnp.tanh(x @ dense["kernel"] + dense["bias"]))
+
+
+def test_methods_of_nnx(operands):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(24, 4, rngs=nnx.Rngs(0))
+
+        @jtk.fuse
+        def __call__(self, x):
+            return nnx.relu(self.dense(x))
+
+    x, model = operands[0], Model()
+
+    def plain(model, x):
+        return nnx.relu(model.dense(x))
+
+    for f in (lambda m, x: m(x), nnx.jit(lambda m, x: m(x))):
+        assert_same(f(model, x), plain(model, x))
+        gradients = (nnx.grad(lambda m, f=f: f(m, x).sum())(model) for f in (f, plain))
+        assert_same(*map(jax.tree.leaves, gradients))
+    assert jtk.explain(model, x)[0].call.endswith("(accumulator, n)")
+
+
+def test_methods_of_equinox(operands):
+    equinox = pytest.importorskip("equinox")
+
+    class Model(equinox.Module):
+        dense: equinox.nn.Linear
+        activation: Callable
+
+        @jtk.fuse
+        def __call__(self, x):
+            return self.activation(jax.vmap(self.dense)(x))
+
+    x = operands[0]
+    model = Model(equinox.nn.Linear(24, 4, key=jax.random.key(0)), jax.nn.relu)
+
+    def plain(model, x):
+        return jax.nn.relu(jax.vmap(model.dense)(x))
+
+    for f in (lambda m, x: m(x), equinox.filter_jit(lambda m, x: m(x))):
+        assert_same(f(model, x), plain(model, x))
+        gradients = (equinox.filter_grad(lambda m, f=f: f(m, x).sum())(model) for f in (f, plain))
+        assert_same(*map(jax.tree.leaves, gradients))
+    assert jtk.explain(model, x)[0].call.endswith("(accumulator, m)")
+
+
+def test_methods_of_classes(operands):
+    x, w, b, *_ = operands
+
+    class Model:
+        def __init__(self, w):
+            self.w = w
+
+        @jtk.fuse
+        def __call__(self, x, scale=2.0):
+            return jnp.tanh(x @ self.w + b) * scale
+
+    model = Model(w)
+    for weights in (w, w + 1):
+        model.w = weights
+        expected = jnp.tanh(x @ weights + b) * 3
+        for f in (model, jax.jit(lambda x, scale: model(x, scale=scale))):
+            assert_same(f(x, scale=3.0), expected)
+        gradients = (
+            jax.grad(lambda x, f=f: f(x).sum())(x)
+            for f in (model, lambda x: jnp.tanh(x @ model.w + b) * 2)
+        )
+        assert_same(*gradients)
+    for f in (model, model.__call__):
+        assert len(jtk.explain(f, x)) >= 1
 
 
 def test_what_is_no_function_is_refused():

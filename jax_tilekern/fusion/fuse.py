@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +17,13 @@ from jax_tilekern.epilogue.scalars import equation_of_scalars
 from jax_tilekern.fusion.elementwise import elementwise_first, inlined_call, is_elementwise_jit
 from jax_tilekern.fusion.groups import Group, find_groups, product_of
 from jax_tilekern.fusion.in_place import operands_to_overwrite
-from jax_tilekern.inspection.tracing import of_arrays
-from jax_tilekern.interop import compat
+from jax_tilekern.inspection.tracing import is_array, of_arrays
+from jax_tilekern.interop import compat, linen
 from jax_tilekern.interop.global_modes import by_types
 from jax_tilekern.ops.fused_contraction import contract_with_scalar_function
 from jax_tilekern.ops.fused_lowering import InPlace
 from jax_tilekern.ops.labelled_operands import common_type
+from jax_tilekern.patching.patch import patch
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.scope import Function
 
@@ -42,20 +44,21 @@ def fuse(
 ) -> Function:
     """Compute a function's matrix products and what follows each of them in one kernel.
 
-    Products are ``lax.dot_general``, which all of JAX's are, and this library's. A product whose
-    elements go through elementwise operations (a bias, an activation, a residual, a mask, casts) is
-    computed by :func:`jax_tilekern.dot_general` with these as its ``epilogue``. Everything
-    else is evaluated as it is.
+    The function is traced inside :func:`patch`, so all of its products are this library's. One
+    whose elements go through elementwise operations (a bias, an activation, a residual, a mask,
+    casts) is computed by :func:`jax_tilekern.dot_general` with these as its ``epilogue``.
+    Everything else is evaluated as it is.
 
     Parameters
     ----------
     function
-        A function of arrays and trees of arrays, which is traced as ``jax.jit`` does. Functions
-        that it calls, loops, conditionals and checkpointed parts are fused too; the insides of
-        ``shard_map`` and of kernels are not.
+        A function of arrays and trees of arrays, which is traced as ``jax.jit`` does, or a method
+        of a model. Functions that it calls, loops, conditionals and checkpointed parts are fused
+        too; the insides of ``shard_map`` and of kernels are not.
     static_argnums, static_argnames
-        Arguments that are no arrays, as for ``jax.jit``. Inside a ``jax.jit``, where its own static
-        arguments have their values, these need not be named again.
+        Arguments that are no arrays, as for ``jax.jit``. They need not be named: without a name
+        such an argument, for example ``self``, is traced as it is at each call. Only inside a
+        ``jax.jit`` does this cost nothing.
 
     Returns
     -------
@@ -86,19 +89,18 @@ def fuse(
 
     @functools.wraps(function)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        call, arrays = of_arrays(function, args, kwargs, lambda x: isinstance(x, jax.Array))
-        traced, shapes = jax.make_jaxpr(call, return_shape=True)(*arrays)
-        results = _fused(traced, arrays)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return linen.of_variables(_evaluated, function)(*args, **kwargs)
 
-    jitted: Any = jax.jit(
-        evaluated,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        inline=compat.inlined_when_traced,
-    )
+    return _FusedFunction(evaluated, static_argnums, static_argnames)  # type: ignore[return-value]
 
-    return _FusedFunction(evaluated, jitted)  # type: ignore[return-value]
+
+@patch
+def _evaluated(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Evaluate a function, of whose arguments those that are no arrays are constants."""
+    call, arrays = of_arrays(function, args, kwargs, lambda x: isinstance(x, jax.Array))
+    traced, shapes = jax.make_jaxpr(call, return_shape=True)(*arrays)
+    results = _fused(traced, arrays)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 class _FusedFunction:
@@ -108,15 +110,28 @@ class _FusedFunction:
     JAX takes a function with a method ``trace`` for a jitted one.
     """
 
-    def __init__(self, evaluated: Callable[..., Any], jitted: Any) -> None:
+    def __init__(
+        self,
+        evaluated: Callable[..., Any],
+        argnums: int | Sequence[int] | None,
+        argnames: str | Iterable[str] | None,
+    ) -> None:
         functools.update_wrapper(self, evaluated)
-        self._evaluated, self._jitted = evaluated, jitted
+        self._evaluated = evaluated
+        self._static = _static_arguments(evaluated, argnums, argnames)
+        self._jitted: Any = jax.jit(
+            evaluated,
+            static_argnums=argnums,
+            static_argnames=argnames,
+            inline=compat.inlined_when_traced,
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the function with fused products."""
         leaves = jax.tree.leaves((args, kwargs))
-        constants = not all(isinstance(x, jax.Array | np.ndarray) for x in leaves)
-        if constants and compat.in_traced_program():
+        if all(isinstance(x, jax.Array | np.ndarray) for x in leaves):
+            return self._jitted(*args, **kwargs)
+        if compat.in_traced_program() or not self._can_jit(args, kwargs):
             return self._evaluated(*args, **kwargs)
         return self._jitted(*args, **kwargs)
 
@@ -126,19 +141,46 @@ class _FusedFunction:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the function, as that of what ``jax.jit`` returns."""
-        return self._jitted.lower(*args, **kwargs)
+        return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace the function, as that of what ``jax.jit`` returns."""
-        return self._jitted.trace(*args, **kwargs)
+        if self._can_jit(args, kwargs):
+            return self._jitted.trace(*args, **kwargs)
+        # Numbers are constants, as in a call.
+        described = jax.Array, np.ndarray, jax.ShapeDtypeStruct
+        call, arrays = of_arrays(self._evaluated, args, kwargs, lambda x: isinstance(x, described))
+        return jax.jit(call).trace(*arrays)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Return the results' shapes, as that of what ``jax.jit`` returns."""
-        return self._jitted.eval_shape(*args, **kwargs)
+        return self.trace(*args, **kwargs).out_info
 
     def clear_cache(self) -> None:
         """Forget what is compiled, as that of what ``jax.jit`` returns."""
         self._jitted.clear_cache()
+
+    def _can_jit(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the arguments that are not static are trees of arrays."""
+        given = (*enumerate(args), *kwargs.items())
+        dynamic = [x for name, x in given if name not in self._static]
+        return all(map(is_array, jax.tree.leaves(dynamic)))
+
+
+def _static_arguments(
+    function: Callable[..., Any],
+    argnums: int | Sequence[int] | None,
+    argnames: str | Iterable[str] | None,
+) -> set[int | str]:
+    """Return positions and names of static arguments, of which ``jax.jit`` infers the missing."""
+    if argnums is None and argnames is None:
+        return set()
+    parameters = [*inspect.signature(function).parameters]
+    positions = (argnums,) if isinstance(argnums, int) else argnums or ()
+    names = {argnames} if isinstance(argnames, str) else {*(argnames or ())}
+    static = {*(i % len(parameters) for i in positions)}
+    static |= {i for i, name in enumerate(parameters) if name in names}
+    return {*static, *names, *(parameters[i] for i in static)}
 
 
 def _fused(closed: Any, operands: Sequence[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,19 +28,24 @@ def traced(
             f"expected a function and its arguments, as in explain(matmul, a, b), got "
             f"{type(function).__name__} in place of the function"
         )
+    if isinstance(function, types.MethodType):
+        # A method has the attributes of its function, which lacks the instance.
+        args = (function.__self__, *args)
+        function = function.__func__
     trace = getattr(function, "trace", None)
     if trace is not None:
         own: jax.stages.Traced = trace(*args, **kwargs)
         return own
-    call, arrays = of_arrays(function, args, kwargs, _is_array)
+    call, arrays = of_arrays(function, args, kwargs, is_array)
 
     def arrays_of_result(*arrays: Any) -> list[Any]:
-        return [leaf for leaf in jax.tree.leaves(call(*arrays)) if _is_array(leaf)]
+        return [leaf for leaf in jax.tree.leaves(call(*arrays)) if is_array(leaf)]
 
     return jax.jit(arrays_of_result).trace(*arrays)
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, described or given, or a number."""
     described = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     return described or isinstance(leaf, bool | int | float | complex | np.generic)
 

@@ -1,0 +1,55 @@
+"""Transformations of methods of ``flax.linen`` modules.
+
+A method may create parameters, draw keys and store values in the scope of its module. A
+transformation must then be of a function of these variables and return them, as those of
+``flax.linen`` are. Flax is not imported: a module exists only where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def of_variables(evaluate: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``evaluate`` of a function, and of a method's variables if it is one of a module.
+
+    Parameters
+    ----------
+    evaluate
+        ``evaluate(function, *args, **kwargs)`` returns the results of a function.
+    function
+        A function, or a method whose first argument may be a module.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        linen = sys.modules.get("flax.linen")
+        if linen is None or not args or not isinstance(args[0], linen.Module):
+            return evaluate(function, *args, **kwargs)
+        lifted = functools.partial(_lifted, evaluate)
+        return linen.transforms.lift_transform(lifted, function)(*args, **kwargs)
+
+    return call
+
+
+def _lifted(evaluate: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``evaluate`` of a function of scopes."""
+    from flax.core import lift
+
+    def of_groups(
+        scopes_of: Callable[..., Any],
+        variables_of: Callable[..., Any],
+        variables: Any,
+        keys: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        def pure(variables: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+            scopes = scopes_of(variables, keys)
+            return method(scopes, *args, **kwargs), variables_of(scopes)
+
+        return evaluate(pure, variables, keys, *args, **kwargs)
+
+    return lift.pack(of_groups, (True,), (True,), (True,), name="fuse", enable_kwargs=True)
