@@ -81,6 +81,7 @@ def assert_same_steps(params, tolerance, **kwargs):
         {"muon_weight_dimension_numbers": NUMBERS, "max_stack_bytes": 6000},
         {"muon_weight_dimension_numbers": {"a": None, "b": Numbers(1, 0), "c": None, "d": None}},
         {"ns": "gram"},
+        {"ns": "gram", "ns_steps": 0},
         {"ns": "auto"},
         {
             "weight_decay": 0.1,

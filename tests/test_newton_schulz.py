@@ -206,6 +206,17 @@ def test_zeros_and_empty_matrices():
         assert newton_schulz(jnp.ones(shape)).shape == shape
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32, np.complex64])
+def test_no_steps_scale(rng, dtype):
+    x = jnp.asarray(rng.normal(size=(2, 4, 16)), dtype)
+    wanted = newton_schulz(x, steps=0, method="standard")
+    norm = np.linalg.norm(x.astype(np.complex64), axis=(1, 2), keepdims=True)
+    unit = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(wanted.astype(np.complex64), x / norm, 2 * unit)
+    for how in ({"method": "gram"}, {"coefficients": np.zeros((0, 3))}):
+        np.testing.assert_array_equal(newton_schulz(x, steps=0, **how), wanted)
+
+
 def test_coefficients_of_each_step(rng):
     x = rng.normal(size=(8, 24)).astype(np.float32)
     table = np.stack([COEFFICIENTS, CONVERGENT, CONVERGENT])

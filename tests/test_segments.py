@@ -735,6 +735,20 @@ def test_scatter_add_of_other_shapes_and_types():
         np.testing.assert_array_equal(found, wanted, strict=True)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "int64", "uint64", "bool"])
+def test_scatter_add_of_no_rows_is_the_table(x64, dtype):
+    rng = np.random.default_rng(0)
+    table = np.frombuffer(rng.bytes(96), np.uint8).view(dtype if dtype != "bool" else np.uint8)
+    table = (table % 2 == 0) if dtype == "bool" else table
+    table = table.reshape(-1, 4)
+    for updates in (np.zeros((0, 4), dtype), np.zeros((0, 4), np.float32), np.float16(1)):
+        for indices in (np.zeros(0, int), jtk.segment_plan(np.zeros(0, int), len(table))):
+            found = jtk.scatter_add(table, indices, updates)
+            np.testing.assert_array_equal(found, table, strict=True)
+    with pytest.raises(ValueError, match="broadcast"):
+        jtk.scatter_add(table, np.zeros(0, int), np.ones((0, 3)))
+
+
 def test_functions_of_edges_of_nothing(rng):
     x, ids = random(rng, (4, 3), np.float32), np.array([0, 2, 1, 0])
 

@@ -36,6 +36,8 @@ def iterated(
     """Scale matrices and iterate, with float16 operands of products if this is asked for."""
     form = Form(x.shape[-2] <= x.shape[-1], precision)
     scaled = form.scaled(x, preconditioning, eps)
+    if not len(coefficients):
+        return scaled.astype(x.dtype)
     # Eigenvalues of Gram matrices need more than the 8 bits of bfloat16.
     if in_float16 or (method == "gram" and x.dtype.itemsize < 4):
         form = form.in_float16(coefficients)

@@ -184,6 +184,8 @@ def scatter_add(
     def added(operands: tuple[Array, Any, SegmentPlan]) -> Array:
         a, updates, plan = operands
         rows = jnp.broadcast_to(updates, (*edges, *row)).astype(dtype).reshape(plan.size, *row)
+        if 0 in edges:
+            return a
         return combined("sum", a.astype(dtype), rows, plan).astype(a.dtype)
 
     result: Array = by_automatic_axes(added, (a, updates, plan), lambda: spec_of(a))
