@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.ladder.claims import claims
 from benchmarks.ladder.report import LADDERS, ideas, times
 from benchmarks.records.sample_report import SLOWER, Distribution, ratio_to_jax, with_right_peer
 from benchmarks.segments import CALLS as SEGMENT_CALLS
@@ -486,6 +487,7 @@ def _policy() -> Iterator[str]:
 
 
 _TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
+    "claims": claims,
     "devices": _devices,
     "fp8": _fp8_errors,
     "policy": _policy,

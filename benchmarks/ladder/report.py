@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 
 LADDERS = ("transpose", "dot", "matmul", "matvec", "add")
-_RECORDS = Path(__file__).parents[1] / "results" / "h100" / "ladder"
+RECORDS = Path(__file__).parents[1] / "results" / "h100" / "ladder"
 _TIMES = ("time", "rate", "of ceiling", "x the rung before")
 _RESOURCES = ("registers", "spilled", "shared memory", "warps held")
 
@@ -147,7 +147,7 @@ def first_sentence(source: str) -> str:
 
 def times(ladder: str) -> Iterator[str]:
     """Yield a table of each problem's rungs; of several sizes, the largest."""
-    record = json.loads((_RECORDS / f"{ladder}.json").read_text())
+    record = json.loads((RECORDS / f"{ladder}.json").read_text())
     largest: dict[str, Mapping[str, Any]] = {}
     for problem in record["problems"]:
         kind = problem["title"].replace(problem["size"], "")
