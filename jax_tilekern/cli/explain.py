@@ -8,7 +8,8 @@ from contextlib import nullcontext
 
 from jax_tilekern.cli.product_call import add_product_arguments, product_calls
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.inspection.explain import explain
+from jax_tilekern.inspection.explain import Explanation, explain
+from jax_tilekern.interop.outcomes import Choice
 from jax_tilekern.plans.gpu import gpu_target
 
 HELP = "show which kernel computes a product, and why"
@@ -33,10 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.gpu is not None:
             nvrtc()
         with gpu_target(arguments.gpu) if arguments.gpu is not None else nullcontext():
+            choices: list[Choice] = []
             for call in calls:
                 with call.types_enabled():
-                    platform = None if arguments.gpu is None else "cuda"
-                    print(explain(call.function, *call.operands, platform=platform))
+                    choices += explain(call.function, *call.operands)
+            print(Explanation(choices))
     except (TypeError, ValueError, NvrtcNotFound) as error:
         print(error, file=sys.stderr)
         return 2

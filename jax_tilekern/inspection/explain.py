@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +12,12 @@ import jax
 from jax_tilekern.inspection.columns import columns
 from jax_tilekern.inspection.tracing import traced
 from jax_tilekern.interop.outcomes import Choice, recorded_choices
+from jax_tilekern.plans.gpu import target_is_set
+from jax_tilekern.plans.launch import PredictedUs
 
 _PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
+# Characters of the table's column of text, with columns of times beside it and without.
+_WIDTH, _WIDTH_ALONE = 90, 115
 
 
 class Explanation(tuple[Choice, ...]):
@@ -19,20 +25,86 @@ class Explanation(tuple[Choice, ...]):
 
     __slots__ = ()
 
+    @property
+    def predicted_us(self) -> PredictedUs:
+        """Predicted microseconds of the calls that have predictions, together.
+
+        ``ours`` has each call as it was chosen, by a kernel or by XLA, and ``xla`` each by XLA's
+        operation; both are ``None`` without any prediction. A call counts once for each time that
+        it is listed, also inside a loop.
+        """
+        times = [pair for choice in self if (pair := _times(choice))]
+        return PredictedUs(*(sum(column) for column in zip(*times, strict=True)))
+
     def __str__(self) -> str:
-        """Return one line per call; a call that is part of another is indented below it."""
+        """Return a table of the calls, each with its kernel and the reason, and a summary.
+
+        Equal calls are one row with their number. A call that is part of another is indented below
+        it.
+        """
         if not self:
             return "no call of jax_tilekern"
-        return columns(
-            (
-                "  " * choice.depth
-                + f"{choice.call}  {' x '.join(choice.operands)} -> {choice.result}",
-                f"[{choice.partition}]" if choice.partition else "",
-                choice.kernel or "-",
-                choice.reason,
-            )
-            for choice in self
+        ours, xla = self.predicted_us
+        times = ("", "") if ours is None else ("kernel, us", "   XLA, us")
+        rows = [["", "call", *times]]
+        calls = kernels = 0
+        for count, choice, is_composed in _grouped(self):
+            first, *rest = _text(choice, _WIDTH_ALONE if ours is None else _WIDTH)
+            each = ["" if time is None else f"{time:10,.1f}" for time in choice.predicted_us]
+            rows.append([f"{count}x" if count > 1 else "", first, *each])
+            rows += [["", line, "", ""] for line in rest]
+            if not is_composed:
+                calls, kernels = calls + count, kernels + count * (choice.kernel is not None)
+        summary = f"kernels for {kernels} of {calls} calls"
+        if ours is not None:
+            known = sum(_times(choice) is not None for choice in self)
+            summary += f"; predicted {ours:,.1f} us, by XLA alone {xla:,.1f} us"
+            summary += f" ({known} of them)" if known < calls else ""
+        return f"{columns(rows)}\n{summary}"
+
+
+def _times(choice: Choice) -> tuple[float, float] | None:
+    """Return the predicted times of a call as it was chosen, and by XLA."""
+    ours, xla = choice.predicted_us
+    if ours is None or xla is None:
+        return None
+    return (xla if choice.kernel is None else ours), xla
+
+
+def _grouped(choices: Sequence[Choice], times: int = 1) -> Iterator[tuple[int, Choice, bool]]:
+    """Yield each call once: the number of equal ones, the call, and whether calls compose it."""
+    calls: list[list[Choice]] = []
+    for choice in choices:
+        if calls and choice.depth > calls[-1][0].depth:
+            calls[-1].append(choice)
+        else:
+            calls.append([choice])
+    for (call, *parts), count in Counter(map(tuple, calls)).items():
+        yield times * count, call, bool(parts)
+        yield from _grouped(parts, times * count)
+
+
+def _text(choice: Choice, width: int) -> list[str]:
+    """Return the lines of up to ``width`` characters that describe a call."""
+    indent = "  " * choice.depth
+    types = f"{' x '.join(choice.operands)} -> {choice.result}"
+    partition = f"  [{choice.partition}]" if choice.partition else ""
+    kernel = f"{choice.kernel}: " if choice.kernel else ""
+    return [
+        line
+        for text, initial in (
+            (f"{choice.call}  {types}{partition}", indent),
+            (f"{kernel}{choice.reason}", f"{indent}    "),
         )
+        for line in textwrap.wrap(
+            text,
+            width,
+            initial_indent=initial,
+            subsequent_indent=f"{indent}    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    ]
 
 
 def explain(
@@ -53,21 +125,22 @@ def explain(
         Its arguments: arrays or ``jax.ShapeDtypeStruct``, numbers, and trees of these. Other
         leaves, such as the functions inside a model, are static.
     platform
-        ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default JAX's default backend. ``"gpu"``
-        is ``"cuda"``, and takes the name of a GPU by :func:`jax_tilekern.gpu_target` where there is
-        none.
+        ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``, where ``"gpu"`` is ``"cuda"``. By default
+        ``"cuda"`` inside :func:`jax_tilekern.gpu_target`, and JAX's default backend outside of it.
+        ``"cuda"`` takes a GPU or a target. On platforms other than ``"cpu"`` and ``"cuda"`` every
+        call is XLA's own operation.
 
     Returns
     -------
     Explanation
-        One :class:`~jax_tilekern.interop.outcomes.Choice` per call; ``print`` it for a table.
-        Calls inside a jitted function that is called several times are listed once, as they are
-        lowered once.
+        One :class:`~jax_tilekern.interop.outcomes.Choice` per call; ``print`` it for a table, in
+        which equal calls are one row. ``predicted_us`` has the predicted times. Calls inside a
+        jitted function that is called several times are listed once, as they are lowered once.
 
     Raises
     ------
     ValueError
-        If JAX has no such platform.
+        If ``platform`` is none of these.
 
     Examples
     --------
@@ -79,14 +152,14 @@ def explain(
     """
     if platform is not None and platform not in _PLATFORMS:
         raise ValueError(f"platform {platform!r} is none of {', '.join(_PLATFORMS)}")
+    if platform is None and target_is_set():
+        platform = "cuda"
     target = _canonical(jax.default_backend() if platform is None else platform)
     with recorded_choices(target) as recorder:
         program = traced(function, args, kwargs)
         lowered = program.lower(lowering_platforms=None if platform is None else (target,))
         if recorder.awaited and target in _platforms(args, kwargs):
             lowered.compile()
-        else:
-            recorder.choices += recorder.awaited.values()
     return Explanation(recorder.choices)
 
 

@@ -7,6 +7,7 @@ each kernel that is compiled or read from the kernel cache (``compiler.py``).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import logging
 import uuid
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax_tilekern.plans.launch import NOT_PREDICTED, PredictedUs
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.scope import Setting, scoped
 
@@ -140,6 +142,9 @@ class Choice:
         many parts, and which collective adds partial results.
     depth
         How many calls of the library, listed before, this one is a part of.
+    predicted_us
+        Predicted microseconds of the best kernel (``ours``) and of XLA's operation (``xla``). Both
+        are ``None`` where no prediction decides, or the device has no data.
     """
 
     call: str
@@ -150,27 +155,41 @@ class Choice:
     reason: str
     partition: str = ""
     depth: int = 0
+    predicted_us: PredictedUs = NOT_PREDICTED
 
 
 class Recorder:
     """The choices of one function: first those of tracing, then those of lowering, in order.
 
-    A call that XLA partitions is planned when the program is compiled, perhaps on another thread,
-    and is recorded then. The text of the custom call has the recorder's token.
+    A call that XLA partitions is planned when the program is compiled, perhaps on another thread.
+    Its choices then replace the one that awaits them. The text of the custom call has the
+    recorder's token.
     """
 
     def __init__(self, platform: str) -> None:
         self.platform = platform
         self.choices: list[Choice] = []
-        self.awaited: dict[str, Choice] = {}
+        self.awaited: dict[str, list[Choice]] = {}
         self.depth = 0
         # The token is new, so JAX's persistent cache misses and XLA partitions the call.
         self.token = uuid.uuid4().hex
 
-    def choice(self, call: str, ctx: Any, platform: str, kernel: str | None, reason: str) -> Choice:
-        """Return what a call that is lowered in a context of JAX's becomes."""
+    def add(
+        self,
+        call: str,
+        ctx: Any,
+        platform: str,
+        kernel: str | None,
+        reason: str,
+        predicted_us: PredictedUs = NOT_PREDICTED,
+    ) -> Choice:
+        """Add what a call that is lowered in a context of JAX's becomes, and return it."""
         operands, results = _types(ctx.avals_in), ", ".join(_types(ctx.avals_out))
-        return Choice(call, operands, results, platform, kernel, reason, depth=self.depth)
+        choice = Choice(
+            call, operands, results, platform, kernel, reason, "", self.depth, predicted_us
+        )
+        self.choices.append(choice)
+        return choice
 
 
 _recorders: dict[str, Recorder] = {}
@@ -198,11 +217,22 @@ def recorded_choices(platform: str = "") -> Iterator[Recorder]:
         del _recorders[recorder.token]
 
 
-def record_choice(call: str, ctx: Any, platform: str, kernel: str | None, reason: str) -> None:
-    """Record what a call lowers to, if a recorder is active."""
+def record_choice(call: str, ctx: Any, platform: str, *outcome: Any) -> None:
+    """Record what a call lowers to, if a recorder is active.
+
+    ``outcome`` has the kernel, the reason and the predicted times, as for :meth:`Recorder.add`.
+    """
     recorder = _active()
     if recorder is not None:
-        recorder.choices.append(recorder.choice(call, ctx, platform, kernel, reason))
+        recorder.add(call, ctx, platform, *outcome)
+
+
+def record_elsewhere(call: str, ctx: Any) -> None:
+    """Record a call that is lowered for a platform without kernels, if a recorder is active."""
+    recorder = _active()
+    if recorder is not None and recorder.platform not in ("cpu", "cuda"):
+        reason = f"XLA computes every call on {recorder.platform}: kernels are for CPUs and CUDA"
+        recorder.add(call, ctx, recorder.platform, None, reason)
 
 
 def record_traced_choice(call: str, aval: Any, reason: str) -> None:
@@ -220,18 +250,16 @@ def record_traced_choice(call: str, aval: Any, reason: str) -> None:
 
 @contextlib.contextmanager
 def listed_below() -> Iterator[None]:
-    """List calls that are lowered inside the context below the last one, and equal ones once."""
+    """List calls that are lowered inside the context below the last one."""
     recorder = _active()
     if recorder is None:
         yield
         return
-    before = len(recorder.choices)
     recorder.depth += 1
     try:
         yield
     finally:
         recorder.depth -= 1
-    recorder.choices[before:] = dict.fromkeys(recorder.choices[before:])
 
 
 def recorder_token() -> str:
@@ -245,14 +273,19 @@ def await_partition(text: str, call: str, ctx: Any, platform: str) -> None:
     recorder = _active()
     if recorder is not None:
         reason = "planned for each device when XLA has partitioned the program"
-        recorder.awaited[text] = recorder.choice(call, ctx, platform, None, reason)
+        choice = recorder.add(call, ctx, platform, None, reason)
+        recorder.awaited.setdefault(text, []).append(choice)
 
 
 def record_partition(text: str, choices: Sequence[Choice]) -> None:
     """Record what a partitioned call became on each device, for the recorders that await it."""
     for recorder in list(_recorders.values()):
-        if text in recorder.awaited:
-            recorder.choices.extend(choices)
+        for awaited in recorder.awaited.pop(text, ()):
+            place = next(i for i, choice in enumerate(recorder.choices) if choice is awaited)
+            recorder.choices[place : place + 1] = [
+                dataclasses.replace(choice, depth=awaited.depth + choice.depth)
+                for choice in choices
+            ]
 
 
 def _types(avals: Sequence[Any]) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def _complex_product(
     except NoGpu as error:
         return Fallback(str(error))
     if not verdict.is_real:
-        return Fallback(verdict.reason)
+        return Fallback(verdict.reason, verdict.predicted_us)
     function = functools.partial(_by_real_product, by_pairs, contraction, product, precision)
     return Rewrite(f"computed as a real product of twice the sizes: {verdict.reason}", function)
 

@@ -45,16 +45,17 @@ def planned_kernel(
     if isinstance(found, Exception):
         return Fallback(outcomes.note_failure(found))
     if isinstance(found, NoKernel):
-        return Fallback(found.reason)
-    return PlannedKernel(found.name, found.reason, found, operands)
+        return Fallback(found.reason, found.predicted_us)
+    return PlannedKernel(found.name, found.reason, found, operands, predicted_us=found.predicted_us)
 
 
 def chosen_cpu_kernel(workload: Workload, kernel: PlannedKernel) -> PlannedKernel | Fallback:
     """Return a kernel for this CPU, or why XLA computes the call."""
     choice = choose(workload, [kernel], current_cpu())
     if choice.candidate is None:
-        return Fallback(choice.reason)
-    return dataclasses.replace(kernel, reason=f"{kernel.reason}; {choice.reason}")
+        return Fallback(choice.reason, choice.predicted_us)
+    reason = f"{kernel.reason}; {choice.reason}"
+    return dataclasses.replace(kernel, reason=reason, predicted_us=choice.predicted_us)
 
 
 Planned = LaunchPlan | NoKernel | CompileError | PlanError

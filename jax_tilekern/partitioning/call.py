@@ -295,10 +295,7 @@ def _answer(
         tuned, mode, policy_then, parts_then, types, beside,
     ):  # fmt: skip
         module = xla.local_module(by_xla(program), local, axes, content["platform"])
-    choices = [
-        Choice(c.call, c.operands, c.result, c.platform, c.kernel, c.reason, described)
-        for c in recorder.choices
-    ]
+    choices = [dataclasses.replace(choice, partition=described) for choice in recorder.choices]
     taken = [hlo_sharding(x.spec, mesh) for x in partition.operands]
     returned = [hlo_sharding(x.spec, mesh) for x in partition.results]
     return (module, taken, xla.in_tuple(result_shape, returned)), choices

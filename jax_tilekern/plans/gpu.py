@@ -253,7 +253,7 @@ def current_gpu() -> Gpu:
     """
     found = _target.value or _visible_gpu()
     if isinstance(found, str):
-        raise NoGpu(found)
+        raise NoGpu(f'{found}; name the GPU to plan for, as in jax_tilekern.gpu_target("H100")')
     return found
 
 

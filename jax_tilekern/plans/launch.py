@@ -13,7 +13,7 @@ import itertools
 import math
 import struct
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,30 @@ _TENSOR_MAP_BYTES = 128
 WORKSPACE_ALIGNMENT = 128
 
 Dim3 = tuple[int, int, int]
+
+
+class PredictedUs(NamedTuple):
+    """Predicted microseconds of a call; ``None`` where there is no prediction.
+
+    Attributes
+    ----------
+    ours
+        Of the library's best kernel.
+    xla
+        Of XLA's own operation.
+    """
+
+    ours: float | None = None
+    xla: float | None = None
+
+    def in_parentheses(self) -> str:
+        """Return both times in words, or nothing."""
+        if self.ours is None or self.xla is None:
+            return ""
+        return f" (predicted {self.ours:.4g} us, XLA {self.xla:.4g} us)"
+
+
+NOT_PREDICTED = PredictedUs()
 
 
 class PlanError(ValueError):
@@ -521,6 +545,8 @@ class LaunchPlan:
         stages, 512 tiles on 132 SMs"``.
     exchange
         What devices send each other meanwhile, if they do.
+    predicted_us
+        The predicted times, where the policy chose between this plan and XLA's operation.
     """
 
     name: str
@@ -530,6 +556,7 @@ class LaunchPlan:
     workspace_bytes: tuple[int, ...] = ()
     reason: str = ""
     exchange: Exchange | None = None
+    predicted_us: PredictedUs = NOT_PREDICTED
 
     def __post_init__(self) -> None:
         self._require(bool(self.launches), "a plan has at least one launch")
@@ -622,9 +649,12 @@ class NoKernel:
     ----------
     reason
         The reason, in words for ``explain``.
+    predicted_us
+        The predicted times, where XLA's operation is predicted to be as fast.
     """
 
     reason: str
+    predicted_us: PredictedUs = NOT_PREDICTED
 
 
 def _numbered(items: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

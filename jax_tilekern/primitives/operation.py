@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax_tilekern.interop import compat, ffi, outcomes
 from jax_tilekern.interop.compat import ad, mlir
 from jax_tilekern.interop.global_modes import by_types, by_xla, mode_independent
-from jax_tilekern.interop.outcomes import listed_below, record_choice
+from jax_tilekern.interop.outcomes import listed_below, record_choice, record_elsewhere
 from jax_tilekern.interop.result_types import of_any_size
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.agreement import require_agreement
@@ -37,7 +37,7 @@ from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import planning_beside_collectives
-from jax_tilekern.plans.launch import LaunchPlan
+from jax_tilekern.plans.launch import NOT_PREDICTED, LaunchPlan, PredictedUs
 from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives import remat, taylor
 from jax_tilekern.primitives.linearity import OperandGroup, cotangents_in, jvp_of, tangents_out
@@ -75,6 +75,8 @@ class PlannedKernel:
         memory is a copy of it that the kernel works on.
     checked
         Whether the launch is checked, as ``debug`` of :func:`jax_tilekern.cuda_kernel` says.
+    predicted_us
+        The predicted times, where the policy chose between the kernel and XLA's operation.
     """
 
     name: str
@@ -84,6 +86,7 @@ class PlannedKernel:
     aliases: Mapping[int, int] = field(default_factory=dict)
     scratch: Sequence[Any] = ()
     checked: bool = False
+    predicted_us: PredictedUs = NOT_PREDICTED
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,13 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A planner's answer: no kernel covers the call, so XLA's own operation does."""
+    """A planner's answer: XLA's own operation computes the call, for a reason in words.
+
+    ``predicted_us`` has the predicted times, where that is predicted to be as fast as a kernel.
+    """
 
     reason: str
+    predicted_us: PredictedUs = NOT_PREDICTED
 
 
 Outcome = PlannedKernel | Rewrite | Fallback
@@ -397,9 +404,16 @@ def _register_lowering(
         platform: functools.partial(_lower, operation, partitioned, platform)
         for platform in operation.planners
     }
-    elsewhere = mlir.lower_fun(
+    by_reference = mlir.lower_fun(
         by_xla(operation.reference), multiple_results=operation.several_results
     )
+
+    def elsewhere(ctx: Any, *values: Any, **params: Any) -> Sequence[Any]:
+        if operation.planners:
+            record_elsewhere(operation.describe(**params), ctx)
+        lowered: Sequence[Any] = by_reference(ctx, *values, **params)
+        return lowered
+
     # The lowering is not cacheable, because a planner inspects the producers of its operands.
     mlir.register_lowering(
         primitive,
@@ -532,6 +546,7 @@ def _lowered(
         platform,
         outcome.name if isinstance(outcome, PlannedKernel) else None,
         outcome.reason,
+        NOT_PREDICTED if isinstance(outcome, Rewrite) else outcome.predicted_us,
     )
     if isinstance(outcome, PlannedKernel):
         return ffi.emit(
@@ -543,7 +558,8 @@ def _lowered(
             checked=outcome.checked,
         )
     if isinstance(outcome, Fallback):
-        outcomes.note_fallback(call, outcome.reason, platform)
+        reason = outcome.reason + outcome.predicted_us.in_parentheses()
+        outcomes.note_fallback(call, reason, platform)
     function: Callable[..., Any] = functools.partial(operation.reference, **params)
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))

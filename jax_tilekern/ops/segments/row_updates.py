@@ -26,6 +26,7 @@ from jax_tilekern.ops.segments.functions import combined, reduced
 from jax_tilekern.ops.segments.plan import segment_plan
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.launch import PredictedUs
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.segments.problem import Combiner, MapOperand, SegmentReduction
 from jax_tilekern.plans.segments.select import predicted_microseconds
@@ -252,7 +253,7 @@ def _refusal(
         ours += 3 * math.prod(shape) * dtype.itemsize / bandwidth
     if ours < xla:
         return None
-    return Fallback(f"XLA's scatter is as fast: {xla:.3g} us, a kernel {ours:.3g} us")
+    return Fallback("XLA's scatter is as fast", PredictedUs(ours, xla))
 
 
 def _cuda(operands: Sequence[Operand], _: Any, *, reduction: Combiner, **params: Any) -> Outcome:

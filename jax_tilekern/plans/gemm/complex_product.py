@@ -21,7 +21,7 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.launch import NOT_PREDICTED, NoKernel, PredictedUs
 from jax_tilekern.plans.policy import choose, current_policy
 from jax_tilekern.plans.policy.model import model_of
 from jax_tilekern.plans.policy.workload import of_product
@@ -185,6 +185,7 @@ class Verdict(NamedTuple):
 
     is_real: bool
     reason: str
+    predicted_us: PredictedUs = NOT_PREDICTED
 
 
 _ASKED = Verdict(True, 'jax_tilekern.policy("kernels")')
@@ -231,15 +232,15 @@ def verdict_on_gpu(product: ComplexProduct, gpu: Gpu) -> Verdict:
     if isinstance(found, NoKernel):
         return Verdict(False, found.reason)
     choice = choose(work, found, gpu)
-    if choice.ours is None or choice.xla is None:
+    kernel, of_xla = choice.predicted_us
+    if kernel is None or of_xla is None:
         return Verdict(False, choice.reason)
     by_kernel = choice.candidate is not None
     copies = sum(
         copy_cycles(count * real.out_dtype.itemsize, gpu) for count in product.copied(by_kernel)
     )
-    ours = copies / gpu.rates.cycles_per_microsecond + (choice.ours if by_kernel else choice.xla)
+    ours = copies / gpu.rates.cycles_per_microsecond + (kernel if by_kernel else of_xla)
     xla = work.operations / rate
-    text = f"predicted {ours:.4g} us, XLA's complex product {xla:.4g} us"
     if _MARGIN * ours <= xla:
-        return Verdict(True, text)
-    return Verdict(False, f"XLA's complex product is as fast: {text}")
+        return Verdict(True, f"predicted {ours:.4g} us, XLA's complex product {xla:.4g} us")
+    return Verdict(False, "XLA's complex product is as fast", PredictedUs(ours, xla))

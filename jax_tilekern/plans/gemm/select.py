@@ -29,7 +29,7 @@ from jax_tilekern.plans.gemm.sm90.symmetric import SymmetricCandidate, symmetric
 from jax_tilekern.plans.gemm.small.candidates import SMALL
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
 from jax_tilekern.plans.policy import choose, current_policy, plan_choice, workload
 from jax_tilekern.plans.tuned import tuned_plan
 
@@ -99,12 +99,14 @@ def plan_symmetric(product: SymmetricProduct, gpu: Gpu) -> LaunchPlan | NoKernel
         return plan_matmul(product, gpu)
     if asked or isinstance(wholes, NoKernel):
         return best.plan(gpu)
-    choice = choose(workload.of_product(product), wholes, gpu)
-    if choice.ours is None or choice.xla is None:
+    ours, xla = choose(workload.of_product(product), wholes, gpu).predicted_us
+    if ours is None or xla is None:
         return plan_matmul(product, gpu)
     # What the policy knows of a product's kernels holds for half of it.
-    half = least / wholes[0].cycles * choice.ours
-    return best.plan(gpu) if half <= choice.xla else plan_matmul(product, gpu)
+    half = least / wholes[0].cycles * ours
+    if half > xla:
+        return plan_matmul(product, gpu)
+    return dataclasses.replace(best.plan(gpu), predicted_us=PredictedUs(half, xla))
 
 
 def plan_scaled(product: ScaledProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
@@ -158,13 +160,13 @@ def _of_xla(product: PairProduct, gpu: Gpu) -> float:
     found = candidates(plain, gpu)
     if isinstance(found, NoKernel):
         return math.inf
-    choice = choose(workload.of_product(plain), found, gpu)
-    if choice.ours is None or choice.xla is None:
+    ours, xla = choose(workload.of_product(plain), found, gpu).predicted_us
+    if ours is None or xla is None:
         return math.inf
     # What the policy knows of a product holds for a pair: kernels are compared by their estimates.
     # The pass reads two arrays and writes one.
     combining = copy_cycles(3 * _result_bytes(product) // 2, gpu)
-    return 2 * found[0].cycles * choice.xla / choice.ours + combining
+    return 2 * found[0].cycles * xla / ours + combining
 
 
 def _result_bytes(product: PairProduct) -> int:

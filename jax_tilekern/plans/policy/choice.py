@@ -13,7 +13,7 @@ import numpy as np
 from jax_tilekern.plans.candidate import Candidate, CostedCandidate
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import NOT_PREDICTED, LaunchPlan, NoKernel, PredictedUs
 from jax_tilekern.plans.policy.model import DeviceModel, model_of
 from jax_tilekern.plans.policy.setting import current_policy
 from jax_tilekern.plans.policy.workload import Workload, of_candidate
@@ -32,15 +32,13 @@ class PolicyChoice(Generic[_C]):
         The candidate; ``None`` for XLA's own operation.
     reason
         Why, in words for ``explain``.
-    ours, xla
-        Predicted microseconds of the best candidate and of XLA; ``None`` where the device has no
-        data.
+    predicted_us
+        The predicted times of the best candidate and of XLA.
     """
 
     candidate: _C | None
     reason: str
-    ours: float | None = None
-    xla: float | None = None
+    predicted_us: PredictedUs = NOT_PREDICTED
 
 
 def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> PolicyChoice[_C]:
@@ -73,19 +71,20 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Poli
         )
     model, numbers = known.models[workload.operation], known.numbers(workload)
     xla = known.roofline(workload) * math.exp(model.xla([numbers])[0])
-    times = predicted(known, workload, candidates, device, xla)
-    best = int(np.argmin(times))
-    ours = float(times[best])
+    kernels = predicted(known, workload, candidates, device, xla)
+    best = int(np.argmin(kernels))
+    ours = float(kernels[best])
     least, of_error = model.margin
     margin = math.exp(max(least, of_error * model.error([numbers])[0]))
-    text = f"predicted {ours:.4g} us, XLA {xla:.4g} us (data of {known.device})"
+    times, data = PredictedUs(ours, xla), f"(data of {known.device})"
     if asked or must:
-        return PolicyChoice(candidates[best], f"{text}; {why}", ours, xla)
+        return PolicyChoice(candidates[best], why, times)
     if ours * margin <= xla:
-        return PolicyChoice(candidates[best], text, ours, xla)
+        return PolicyChoice(candidates[best], f"predicted faster than XLA {data}", times)
+    text = f"XLA is predicted as fast {data}"
     if ours <= xla:
         text += f"; a kernel is taken where it is predicted {margin - 1:.0%} faster"
-    return PolicyChoice(None, f"XLA's kernel is as fast: {text}", ours, xla)
+    return PolicyChoice(None, text, times)
 
 
 def _is_wrong_in_xla(workload: Workload, device: Device) -> bool:
@@ -131,9 +130,10 @@ def plan_choice(
     """
     choice = choose(workload, candidates, gpu)
     if choice.candidate is None:
-        return NoKernel(choice.reason)
+        return NoKernel(choice.reason, choice.predicted_us)
     plan = choice.candidate.plan(gpu)
-    return dataclasses.replace(plan, reason=f"{plan.reason}; {choice.reason}")
+    reason = f"{plan.reason}; {choice.reason}"
+    return dataclasses.replace(plan, reason=reason, predicted_us=choice.predicted_us)
 
 
 def predicted(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.segments.cost import kernel_microseconds, xla_microseconds
 from jax_tilekern.plans.segments.few_segments import FewSegments, few_segments
@@ -32,9 +32,9 @@ def plan_segments(reduction: SegmentReduction, gpu: Gpu) -> LaunchPlan | NoKerne
     """
     any_order = reduction.reduction in ("max", "min") or reduction.value.kind in "iu"
     if any_order and reduction.text is None and current_policy() != "kernels":
-        ours, theirs = predicted_microseconds(reduction, gpu)
-        if theirs < ours:
-            return NoKernel(f"XLA's scatter is as fast: {theirs:.3g} us, a kernel {ours:.3g} us")
+        ours, xla = predicted_microseconds(reduction, gpu)
+        if xla < ours:
+            return NoKernel("XLA's scatter is as fast", PredictedUs(ours, xla))
     return _kernel(reduction, gpu).plan(gpu)
 
 
