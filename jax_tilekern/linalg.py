@@ -15,14 +15,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
-import jax.scipy.linalg as jsp_linalg
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.interop.originals import jnp, jsp_linalg, lax
 from jax_tilekern.interop.outcomes import record_traced_choice
 from jax_tilekern.ops import decompositions, matrices, matrix_functions
 from jax_tilekern.ops.matmul import matmul as matmul

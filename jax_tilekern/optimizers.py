@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.newton_schulz import (
     COEFFICIENTS,
     METHODS,

@@ -513,7 +513,7 @@ def test_the_first_use_may_be_anywhere(not_installed):
 
 
 def no_longer_bound(module, monkeypatch):
-    monkeypatch.setattr(lax, "dot", lambda x, y: x * y)
+    monkeypatch.setattr(module.lax, "dot", lambda x, y: x * y)
 
 
 def parameters_renamed(module, monkeypatch):

@@ -8,7 +8,6 @@ import time
 
 import jax
 import jax.flatten_util
-import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern
@@ -17,6 +16,7 @@ from jax_tilekern.cli.console import duration
 from jax_tilekern.cli.digits import load_digits
 from jax_tilekern.cli.timing import Pairs, Spread, interleaved
 from jax_tilekern.inspection.columns import columns
+from jax_tilekern.interop.originals import jnp
 
 HELP = "train a small network on handwritten digits with this package's products"
 _ACCURACY = 0.95

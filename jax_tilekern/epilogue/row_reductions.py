@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import RowQuantization, RowReductionKind
 from jax_tilekern.plans.quantize import flag, fp8_type

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat, ffi
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over

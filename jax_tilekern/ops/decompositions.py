@@ -10,10 +10,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jax_tilekern.interop import ffi
+from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.matrices import define_matrix, product, solve, split_alike, triangular_solve
 from jax_tilekern.ops.matrix_kernels import decomposition_on_cpu, decomposition_on_cuda
 

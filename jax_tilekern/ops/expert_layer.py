@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.expert_activation import closed_over
 from jax_tilekern.ops.expert_rows import combine_rows, spread_rows

@@ -13,8 +13,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
+from jax_tilekern.interop.originals import lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.grouped_gemm.expert_rows import (

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable, differentiated_once
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.quantize import Block, quantize

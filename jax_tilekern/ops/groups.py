@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.labelled_operands import broadcasted, transposed
 from jax_tilekern.ops.segments.take import take
 from jax_tilekern.partitioning.local_program import Shard

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import NamedSharding
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.interop.originals import lax
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.arithmetic import (
     BF16,

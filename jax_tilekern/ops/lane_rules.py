@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad, partial_eval
 from jax_tilekern.interop.global_modes import by_types, mode_independent
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.lane_checkpoints import Checkpoint, divided
 
 # A residual of up to so many elements is saved for every lane, even where it is the same for all.

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.jitted import jitted

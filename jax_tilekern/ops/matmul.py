@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue

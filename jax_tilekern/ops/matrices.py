@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jax_tilekern.interop import compat, ffi
 from jax_tilekern.interop.compat import ad, zero_tangent
+from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.ops.matrix_kernels import (

@@ -7,9 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.interop.originals import lax
 from jax_tilekern.ops import decompositions
 from jax_tilekern.ops.matrices import product, solve, triangular_solve
 

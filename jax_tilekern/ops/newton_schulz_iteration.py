@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.matmul import matmul, symmetric_matmul
 
 # The Gram form forms the Gram matrix anew after the second step, and then after every third one.

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.contraction import as_dot_general, contract
 from jax_tilekern.ops.fused_lowering import planners
 from jax_tilekern.ops.jitted import jitted

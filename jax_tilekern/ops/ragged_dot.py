@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.originals import lax
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.groups import group_bounds

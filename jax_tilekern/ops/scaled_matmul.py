@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.contraction import as_dot_general, contract
 from jax_tilekern.ops.contraction_lowering import LoweredProduct, cuda_kernel
 from jax_tilekern.ops.fused_contraction import (

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.interop.originals import lax
 from jax_tilekern.ops.contraction import contract, mapped, masked_product, transposes
 from jax_tilekern.ops.contraction_lowering import CUDA, LoweredProduct, cuda_kernel, state_problem
 from jax_tilekern.ops.fused_contraction import contract_with_scalar_function

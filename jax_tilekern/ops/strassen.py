@@ -10,12 +10,12 @@ import functools
 import operator
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops import contraction as contractions
 from jax_tilekern.ops.contraction_lowering import source
 from jax_tilekern.ops.jitted import jitted

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat, ffi
+from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.jitted import jitted

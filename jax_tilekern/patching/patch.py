@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax import Array, lax
+from jax import Array
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import intercept, intercepting, release
+from jax_tilekern.interop.originals import lax
 from jax_tilekern.ops.matmul import dot_general
 from jax_tilekern.ops.ragged_dot import ragged_dot_general
 from jax_tilekern.ops.segments.row_updates import SCATTERS, scatter

@@ -11,11 +11,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental.jet import jet, jet_rules
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad, zero_tangent
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.primitives.linearity import OperandGroup
 
 Coefficients = Sequence[Sequence[Any]]

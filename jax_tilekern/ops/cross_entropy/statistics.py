@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.cross_entropy import vocabulary_chunks
 from jax_tilekern.ops.cross_entropy.logits import (
     Lowering,

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.epilogue.row_reductions import RowReduction, row_logsumexp, row_sum
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.cross_entropy.chunk_loop import over_chunks
 from jax_tilekern.ops.cross_entropy.logits import (
     LogitProducts,

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jax_tilekern.interop.compat import ad
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.cross_entropy import row_chunks
 from jax_tilekern.ops.cross_entropy.logits import Options, statistics_type
 from jax_tilekern.ops.cross_entropy.statistics import (

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -19,6 +18,7 @@ from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.epilogue.scalars import evaluated as evaluated_on_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.segments.edges import (
     EdgeOperands,
     Reduce,

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.interop.originals import ops
 from jax_tilekern.ops.segments.batches import by_batch, first_of_batches
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
 from jax_tilekern.partitioning import params_text
@@ -220,7 +221,7 @@ def by_scatter(read: EdgeOperands, call: SegmentCall) -> Array:
     values = edge_values(read.arrays, read.indices, call.gathers, call.function)
     values = values.astype(value_dtype(call.dtype))
     if call.batch == 1:
-        by_jax = getattr(jax.ops, f"segment_{call.reduction}")
+        by_jax = getattr(ops, f"segment_{call.reduction}")
         total: Array = by_jax(values, read.keys, call.segments, call.is_sorted)
         return total.astype(call.dtype)
     rows = by_batch(rows_of(read.keys, call.segments, call.batch), call.batch)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.originals import jnp, ops
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.edges import EdgeOperands, SegmentCall, trace_values, value_dtype
 from jax_tilekern.ops.segments.explicit import (
@@ -386,7 +386,7 @@ def _reduced(
         ids = integers(name, ids)
         edges = ids.shape
         if kind != "mean" and (is_too_large(ids, segments) or (kind == "prod" and is_unique)):
-            of_jax: Any = getattr(jax.ops, name)
+            of_jax: Any = getattr(ops, name)
             mode = lax.GatherScatterMode.CLIP if clip else None
             return of_jax(data, ids, segments, is_sorted, is_unique, mode=mode)  # type: ignore[no-any-return]
         ids = ids.ravel()

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.batches import in_front, of_batches, whole
 from jax_tilekern.ops.segments.edges import gathered_rows
