@@ -186,6 +186,20 @@ def test_products_without_an_epilogue(operands, function):
     assert_same(jtk.fuse(function)(x, w, b), function(x, w, b))
 
 
+@pytest.mark.parametrize("ragged_dot", [lax.ragged_dot, jtk.ragged_dot])
+def test_grouped_products_have_no_epilogue(operands, ragged_dot):
+    """An epilogue would leave rows of no group zeros."""
+    x, w, *_ = operands
+
+    def f(x, w):
+        return jnp.cos(ragged_dot(x, jnp.stack([w, w]), np.array([3, 5], np.int32)))
+
+    assert FUSED not in names(jtk.fuse(f), x, w)
+    assert_same(jtk.fuse(f)(x, w), f(x, w))
+    gradients = (jax.grad(lambda w, f=f: f(x, w).sum())(w) for f in (jtk.fuse(f), f))
+    assert_same(*gradients)
+
+
 def test_a_function_without_products_is_unchanged(operands):
     def f(x, w):
         y = jax.jit(lambda x: jnp.where(x > 0, jax.nn.relu(x), jnp.cumsum(x, 0)))(x)

@@ -15,9 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from jax_tilekern.epilogue.primitives import INNER_JAXPR, TO_16_BITS, is_copy, translation
+from jax_tilekern.epilogue.primitives import (
+    INNER_JAXPR,
+    TO_16_BITS,
+    is_copy,
+    is_translated,
+    translation,
+)
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
-from jax_tilekern.epilogue.understood import Untranslatable, located
+from jax_tilekern.epilogue.understood import Untranslatable, located, refuse_unknown
 from jax_tilekern.interop import compat
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16, FP8
@@ -123,15 +129,15 @@ class ScalarWriter:
     def equation(self, eqn: Any, operands: list[str]) -> list[str]:
         """Write an equation of one element of each operand; return its results."""
         name = eqn.primitive.name
+        if not is_translated(name):
+            raise Untranslatable(f"no CUDA for {name}")
+        refuse_unknown(eqn)
         if name in INNER_JAXPR:
             inner = eqn.params[INNER_JAXPR[name]]
             jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
             return self.inlined(jaxpr, consts, operands)
         if is_copy(name):
             return operands
-        no_cuda = Untranslatable(f"no CUDA for {name}")
-        if len(eqn.outvars) != 1:
-            raise no_cuda
         (out,) = eqn.outvars
         types = [atom.aval.dtype for atom in eqn.invars]
         if name == "convert_element_type":
@@ -145,8 +151,6 @@ class ScalarWriter:
                 for call in (f"lax::{f}({one}, {operands[0]})" for f in ("add", "sub"))
             ]
         how = translation(name, eqn.params)
-        if how is None:
-            raise no_cuda
         # The first operand of a selection is a condition.
         for dtype in types[1:] if name == "select_n" else types:
             computed_type(dtype)
@@ -163,7 +167,6 @@ class ScalarWriter:
         function, operands = self._simplified(how.function, operands, out.aval.dtype)
         if self._to_16_bits and function in TO_16_BITS and computed_type(types[0]) == "float":
             precise = translation(function, {})
-            assert precise is not None
             function, instructions = TO_16_BITS[function]
             self.instructions += instructions - precise.instructions
         call = f"lax::{function}({', '.join(operands)})"

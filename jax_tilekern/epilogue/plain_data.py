@@ -14,8 +14,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_copy
+from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_copy, is_translated
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
+from jax_tilekern.epilogue.understood import is_understood
 from jax_tilekern.interop import compat
 from jax_tilekern.partitioning.params_text import is_plain
 from jax_tilekern.plans.gemm.epilogue import RowQuantization
@@ -25,7 +26,7 @@ _NAMES = {"add_any": "add"}
 
 
 class _NotPlain(Exception):
-    """A function with an equation that is no primitive on scalars, such as a loop."""
+    """A function with an equation that is not understood, or is no primitive on scalars."""
 
 
 def to_data(function: ScalarFunction) -> dict[str, Any] | None:
@@ -94,6 +95,8 @@ def _flattened(
 
     for eqn in jaxpr.eqns:
         name = _NAMES.get(eqn.primitive.name, eqn.primitive.name)
+        if is_translated(name) and not is_understood(eqn):
+            raise _NotPlain
         read = [value(atom) for atom in eqn.invars]
         if name in INNER_JAXPR:
             inner = eqn.params[INNER_JAXPR[name]]

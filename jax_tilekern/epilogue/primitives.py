@@ -79,15 +79,15 @@ _TABLE: dict[str, Translation] = {
 TO_16_BITS = {"exp": ("exp_to_16_bits", 2), "logistic": ("logistic_to_16_bits", 4)}
 
 # Results are operands as they are.
-_SAME_SHAPE_COPIES = ("copy", "copy_p", "name", "stop_gradient")
+_SAME_SHAPE_COPIES = ("copy", "name", "stop_gradient")
 _COPIES = (*_SAME_SHAPE_COPIES, "broadcast_in_dim", "reshape", "squeeze")
 
 # Primitives whose function is known from their parameters.
 _BY_PARAMETERS: dict[str, Callable[..., Translation]] = {
-    "integer_pow": lambda y, **_: Translation(
+    "integer_pow": lambda y: Translation(
         f"integer_pow<{y}>", _FLOATS if y < 0 else _NUMBERS, abs(y).bit_length() * 2
     ),
-    "round": lambda rounding_method, **_: Translation(
+    "round": lambda rounding_method: Translation(
         ("round_away_from_zero", "round_to_even")[int(rounding_method)], _FLOATS, 2
     ),
 }
@@ -95,32 +95,32 @@ _BY_PARAMETERS: dict[str, Callable[..., Translation]] = {
 # Primitives that contain a jaxpr, and the parameter that has it.
 INNER_JAXPR = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
     "remat2": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
 
 
-def translation(name: str, params: Mapping[str, Any]) -> Translation | None:
-    """Return how CUDA computes a primitive, or ``None`` if it does not."""
-    if name in _BY_PARAMETERS:
-        return _BY_PARAMETERS[name](**params)
-    return _TABLE.get(name)
+def translation(name: str, params: Mapping[str, Any]) -> Translation:
+    """Return how CUDA computes a primitive that :func:`is_elementwise`, and is no copy or cast."""
+    return _BY_PARAMETERS[name](**params) if name in _BY_PARAMETERS else _TABLE[name]
 
 
-def is_elementwise(name: str, params: Mapping[str, Any]) -> bool:
+def is_elementwise(name: str) -> bool:
     """Whether a primitive of arrays is one of their elements that CUDA computes."""
     return (
         name == "convert_element_type"
         or name in _SAME_SHAPE_COPIES
-        or translation(name, params) is not None
+        or name in _BY_PARAMETERS
+        or name in _TABLE
     )
+
+
+def is_translated(name: str) -> bool:
+    """Whether a primitive of scalars is translated."""
+    return name in INNER_JAXPR or is_copy(name) or is_elementwise(name)
 
 
 def is_copy(name: str) -> bool:

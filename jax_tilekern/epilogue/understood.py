@@ -57,7 +57,7 @@ def all_of(names: str) -> Parameters:
     return dict.fromkeys(names.split(), anything)
 
 
-def refuse_unknown(eqn: Any, understood: Parameters) -> None:
+def refuse_unknown(eqn: Any, understood: Parameters | None = None) -> None:
     """Refuse an equation that a translation is not right for.
 
     Parameters
@@ -65,22 +65,35 @@ def refuse_unknown(eqn: Any, understood: Parameters) -> None:
     eqn
         The equation.
     understood
-        The parameters of its primitive.
+        The parameters of its primitive; those of :data:`PARAMETERS` by default.
 
     Raises
     ------
     Untranslatable
-        If the equation has another parameter, a value of a parameter that is not accepted, or an
-        effect.
+        If the equation has another parameter, a value of a parameter that is not accepted, an
+        effect, or a device of its own.
     """
     name = eqn.primitive.name
+    if understood is None:
+        understood = PARAMETERS.get(name, {})
     if eqn.effects:
         raise Untranslatable(f"no CUDA for the effects of {name}")
+    if eqn.ctx.compute_type is not None:
+        raise Untranslatable(f"{name} is computed on {eqn.ctx.compute_type}")
     for parameter, value in eqn.params.items():
         if parameter not in understood or not understood[parameter](value):
             shown = str(value)
             shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
             raise Untranslatable(f"no CUDA for {name} with {parameter}={shown}")
+
+
+def is_understood(eqn: Any, understood: Parameters | None = None) -> bool:
+    """Whether :func:`refuse_unknown` does not refuse an equation."""
+    try:
+        refuse_unknown(eqn, understood)
+    except Untranslatable:
+        return False
+    return True
 
 
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -93,7 +106,7 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return len(shape) == len(to) and all(n in (1, m) for n, m in zip(shape, to, strict=True))
 
 
-_HAVE_ACCURACY = "cbrt cos exp exp2 expm1 log log1p log2 logistic rsqrt sin sqrt tan tanh"
+_HAVE_ACCURACY = "cbrt cos erfc exp exp2 expm1 log log1p log2 logistic rsqrt sin sqrt tan tanh"
 
 # The parameters of primitives of scalars and of elements, and of those that are inlined. Others of
 # these have none.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_tilekern.epilogue.cuda_text import computed_type
 from jax_tilekern.epilogue.primitives import is_elementwise
-from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.epilogue.understood import Untranslatable, broadcasts, is_understood
 from jax_tilekern.interop import compat
 
 Shape = tuple[int, ...]
@@ -35,12 +35,7 @@ class Reading(NamedTuple):
 def read(atom: Any, shape: Shape) -> Reading | None:
     """Return how an elementwise equation reads an operand, if it broadcasts to a shape."""
     own = atom.aval.shape
-    if own == () or (
-        len(own) == len(shape)
-        and all(size in (1, whole) for size, whole in zip(own, shape, strict=True))
-    ):
-        return Reading(atom, tuple(range(len(own))))
-    return None
+    return Reading(atom, tuple(range(len(own)))) if broadcasts(own, shape) else None
 
 
 def readings(eqn: Any, shape: Shape, *, with_rule: bool = True) -> list[Reading] | None:
@@ -50,17 +45,19 @@ def readings(eqn: Any, shape: Shape, *, with_rule: bool = True) -> list[Reading]
     unless ``with_rule`` is false: a rule may contain its own function.
     """
     name = eqn.primitive.name
-    if eqn.effects or any(x.aval.shape != shape for x in eqn.outvars):
+    if not (name in ("broadcast_in_dim", "custom_jvp_call") or is_elementwise(name)):
         return None
-    if name == "broadcast_in_dim" and len(eqn.invars) == 1:
-        return [Reading(eqn.invars[0], tuple(eqn.params["broadcast_dimensions"]))]
+    if not is_understood(eqn) or any(x.aval.shape != shape for x in eqn.outvars):
+        return None
+    if name == "broadcast_in_dim":
+        # Sizes that are values of the program are further operands.
+        array, *sizes = eqn.invars
+        dims = tuple(eqn.params["broadcast_dimensions"])
+        return None if sizes else [Reading(array, dims)]
     found = [read(x, shape) for x in eqn.invars]
     if None in found or not all(map(_has_arithmetic, (*eqn.invars, *eqn.outvars))):
         return None
-    if name == "custom_jvp_call":
-        if not _is_elementwise_call(eqn, shape, with_rule):
-            return None
-    elif not is_elementwise(name, eqn.params):
+    if name == "custom_jvp_call" and not _is_elementwise_call(eqn, shape, with_rule):
         return None
     return [x for x in found if x is not None]
 

@@ -30,8 +30,8 @@ from jax_tilekern.scope import Function
 # Calls whose functions are fused too, whatever else they are.
 _CALLS = frozenset(
     {
-        "jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "scan", "while", "cond",
-        "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
+        "jit", "closed_call", "eval_jaxpr", "scan", "while", "cond", "remat2", "custom_jvp_call",
+        "custom_vjp_call",
     }
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jax_tilekern.epilogue.understood import absent, all_of, is_understood
 from jax_tilekern.fusion.elementwise import Reading, Shape, readings
 from jax_tilekern.interop import compat
 from jax_tilekern.plans.contraction import Contraction
@@ -26,6 +27,15 @@ from jax_tilekern.plans.contraction import Contraction
 # product's shape, by so few equations; otherwise the kernel reads it.
 _MAX_ARRAYS = 2
 _MAX_EQUATIONS = 32
+
+# Products, and their parameters.
+_PRODUCTS = {
+    "dot_general": {
+        **all_of("dimension_numbers precision preferred_element_type"),
+        "out_sharding": absent,
+    },
+    "tilekern_contract": {**all_of("contraction precision out_dtype"), "out_sharding": absent},
+}
 
 # XLA computes the operands of these in the same kernel.
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
@@ -68,15 +78,18 @@ class Group:
 
 def product_of(eqn: Any) -> TracedProduct | None:
     """Return the product that an equation is, if it can have an epilogue."""
-    params = eqn.params
-    if eqn.primitive is compat.dot_general_p:
+    name, params = eqn.primitive.name, eqn.params
+    if name not in _PRODUCTS or not is_understood(eqn, _PRODUCTS[name]):
+        return None
+    if name == "dot_general":
         lhs, rhs = eqn.invars
         contraction = Contraction.of_dot_general(
             lhs.aval.ndim, rhs.aval.ndim, params["dimension_numbers"]
         )
-    elif eqn.primitive.name == "tilekern_contract":
-        contraction = params["contraction"]
     else:
+        contraction = params["contraction"]
+    # With an epilogue, rows of no group are zeros, whatever the function of zero is.
+    if contraction.group is not None:
         return None
     (out,) = eqn.outvars
     sizes = [size for x in eqn.invars for size in x.aval.shape]

@@ -383,11 +383,20 @@ def bind_equation(eqn: Any, operands: Sequence[Any], mesh: Any = None) -> list[A
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+_JIT_PARAMETERS = frozenset(
+    {
+        "jaxpr", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "donated_invars",
+        "ctx_mesh", "name", "keep_unused", "inline", "compiler_options_kvs",
+    }
+)  # fmt: skip
+
+
 def is_plain_jit(eqn: Any) -> bool:
     """Whether an equation is a call of a jitted function that may as well be inlined."""
     params = eqn.params
     return (
-        eqn.primitive.name in ("jit", "pjit")
+        eqn.primitive.name == "jit"
+        and params.keys() <= _JIT_PARAMETERS
         and all(
             isinstance(x, _named_sharding.UnspecifiedValue)
             for x in (*params["in_shardings"], *params["out_shardings"])

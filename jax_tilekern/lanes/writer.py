@@ -23,7 +23,7 @@ import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import ScalarWriter, computed_type, literal
 from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_elementwise
-from jax_tilekern.epilogue.understood import PARAMETERS, Untranslatable, located, refuse_unknown
+from jax_tilekern.epilogue.understood import Untranslatable, located, refuse_unknown
 from jax_tilekern.interop import compat
 from jax_tilekern.lanes.values import (
     Buffer,
@@ -366,14 +366,13 @@ class LaneWriter:
     ) -> list[Value]:
         name = eqn.primitive.name
         if name in INNER_JAXPR:
-            refuse_unknown(eqn, PARAMETERS.get(name, {}))
+            refuse_unknown(eqn)
             return self.jaxpr(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), operands, places)
         if name in RULES:
             return RULES[name](self, eqn, operands, places)
         if name in references:
             return self.meaning(functools.partial(references[name], **eqn.params), eqn, operands)
-        if is_elementwise(name, eqn.params):
-            refuse_unknown(eqn, PARAMETERS.get(name, {}))
+        if is_elementwise(name):
             return [self._elementwise(eqn, operands, places[0])]
         raise Untranslatable(f"no CUDA for {name}")
 
