@@ -1,4 +1,4 @@
-"""Public functions are jitted once and inlined where they are traced, as JAX's own are."""
+"""Public functions are compiled once and inlined where they are traced, as JAX's own are."""
 
 import gc
 import weakref
@@ -8,8 +8,10 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eager_programs import OTHER_NAMES, PROGRAMS, WITHOUT_GRADIENT, operands_of
 
 import jax_tilekern as jtk
+from jax_tilekern.ops import jitted
 
 X = jax.ShapeDtypeStruct((6, 6), jnp.float32)
 # Static arguments as lists, of which jax.jit takes no hash.
@@ -54,10 +56,88 @@ def traced():
     return lambda: len(_traces) - before
 
 
-_traces = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, seconds, **_: _traces.append(event) if "jaxpr_trace" in event else None
-)
+_traces, _compilations = [], []
+
+
+def _count(event, seconds, **_):
+    if "jaxpr_trace" in event:
+        _traces.append(event)
+    if "backend_compile" in event:
+        _compilations.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def test_each_public_function_has_a_program():
+    modules = {"": jtk, "linalg.": jtk.linalg, "out_of_core.": jtk.out_of_core}
+    public = {prefix + name for prefix, module in modules.items() for name in module.__all__}
+    called = {name.partition(",")[0] for name in PROGRAMS}
+    missing = {name for name in public if not {name, name.removeprefix("linalg.")} & called}
+    assert missing == OTHER_NAMES
+
+
+def _compilations_of_calls(name, function, rng):
+    """How many programs XLA compiles in each of three calls with new values."""
+    if name == "muon":
+        pytest.importorskip("optax")
+    found = []
+    for _ in range(3):
+        operands = operands_of(rng, name)
+        before = len(_compilations)
+        function(*operands)
+        found.append(len(_compilations) - before)
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_repeated_call_compiles_nothing(name, rng):
+    _, *repeated = _compilations_of_calls(name, PROGRAMS[name][0], rng)
+    assert repeated == [0, 0]
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in WITHOUT_GRADIENT])
+@pytest.mark.one_in(4)
+def test_a_repeated_gradient_compiles_nothing(name, rng):
+    function, letters = PROGRAMS[name]
+
+    def total(*operands):
+        results = jax.tree.leaves(function(*operands))
+        return sum(x.sum() for x in results if jnp.issubdtype(x.dtype, jnp.inexact))
+
+    gradient = jax.grad(total, range(len(letters)), allow_int=True)
+    _, *repeated = _compilations_of_calls(name, gradient, rng)
+    assert repeated == [0, 0]
+
+
+def test_programs_of_the_last_functions_are_kept(monkeypatch):
+    monkeypatch.setattr(jitted, "_MOST_FUNCTIONS", 2)
+    apply = jitted.jitted(functions=["function"])(lambda x, function: function(x))
+    x, functions = jnp.ones(3), []
+    for i in range(4):
+        functions.append(lambda x, i=i: x + i)
+        np.testing.assert_array_equal(apply(x, functions[i]), 1.0 + i)
+    kept, references = functions[2], [weakref.ref(function) for function in functions]
+    before = len(_compilations)
+    apply(x, kept)
+    assert len(_compilations) == before
+    del functions
+    gc.collect()
+    assert [reference() is None for reference in references] == [True, True, False, False]
+
+
+def test_equal_methods_are_different_functions():
+    """The object that they belong to may have changed."""
+
+    class Scale:
+        factor = 2.0
+
+        def apply(self, x):
+            return self.factor * x
+
+    scale, x = Scale(), jnp.ones((4, 4))
+    for scale.factor in (2.0, 3.0):
+        np.testing.assert_array_equal(jtk.matmul(x, x, epilogue=scale.apply), 4 * scale.factor * x)
 
 
 @pytest.mark.parametrize("name", CALLS)

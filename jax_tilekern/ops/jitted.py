@@ -14,8 +14,13 @@ import numpy as np
 from jax_tilekern.interop import compat
 from jax_tilekern.scope import Function
 
+# The number of functions that a public function keeps programs of.
+_MOST_FUNCTIONS = 128
 
-def jitted(*static: str, unless: Sequence[str] = ()) -> Callable[[Function], Function]:
+
+def jitted(
+    *static: str, functions: Sequence[str] = (), unless: Sequence[str] = ()
+) -> Callable[[Function], Function]:
     """Return a decorator that jits a public function, inlined where it is traced.
 
     So are the functions of ``jax.numpy``. An eager call is then the dispatch of a compiled program,
@@ -25,33 +30,73 @@ def jitted(*static: str, unless: Sequence[str] = ()) -> Callable[[Function], Fun
     ----------
     static
         The parameters that are no operands. Sequences among them become tuples, which have a hash.
+    functions
+        The parameters that are functions of the user's: keywords, or the last one that has a
+        position. A call is traced once for each function object. Those that were used last are
+        kept with their programs.
     unless
-        Keywords with any of which a call is not jitted, because it looks at values or has a
-        function that JAX would compare by identity.
+        Keywords with any of which a call is not jitted, because it looks at values.
     """
 
     def decorate(function: Function) -> Function:
-        body: Any = jax.jit(function, static_argnames=static, inline=compat.inlined_when_traced)
-        parameters = inspect.signature(function).parameters
-        prepare = [_with_hash if name in static else _operand for name in parameters]
+        names = list(inspect.signature(function).parameters)
+        prepare = dict.fromkeys(names, _operand) | dict.fromkeys(static, _with_hash)
+        prepare |= dict.fromkeys(functions, _unchanged)
+
+        @functools.lru_cache(_MOST_FUNCTIONS)
+        def jitted_with(users: tuple[tuple[str, _Same], ...]) -> Any:
+            # JAX drops the programs of a function with it. It would keep static arguments.
+            body = functools.partial(function, **{name: x.function for name, x in users})
+            constants = (*static, *functions)
+            return jax.jit(body, static_argnames=constants, inline=compat.inlined_when_traced)
+
+        compat.register_cache(jitted_with, function.__name__)
+        without_functions = jitted_with(())
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             # jit raises the error for too many arguments.
-            given = [change(x) for change, x in zip(prepare, args, strict=False)]
+            given = [change(x) for change, x in zip(prepare.values(), args, strict=False)]
             given += args[len(given) :]
             for name, x in kwargs.items():
-                if name not in parameters:
+                if name not in prepare:
                     # jit would say that its value is no array.
                     raise TypeError(
                         f"{function.__name__}() got an unexpected keyword argument {name!r}"
                     )
-                kwargs[name] = _with_hash(x) if name in static else _operand(x)
-            return (function if any(map(kwargs.get, unless)) else body)(*given, **kwargs)
+                kwargs[name] = prepare[name](x)
+            if any(map(kwargs.get, unless)):
+                return function(*given, **kwargs)
+            for name in functions:
+                if names.index(name) < len(given):
+                    kwargs[name] = given.pop(names.index(name))
+            users = tuple(
+                (name, _Same(kwargs.pop(name)))
+                for name in functions
+                if kwargs.get(name) is not None
+            )
+            return (jitted_with(users) if users else without_functions)(*given, **kwargs)
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+class _Same:
+    """A function of the user's, which is equal to itself alone and needs no hash of its own."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __hash__(self) -> int:
+        return id(self.function)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.function is other.function
+
+
+def _unchanged(x: Any) -> Any:
+    return x
 
 
 def _operand(x: Any) -> Any:

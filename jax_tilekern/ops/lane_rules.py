@@ -187,24 +187,7 @@ class Rules:
         ]
         if not any(given):
             return zeros
-        in_avals, out_avals = jaxpr.in_avals, _where(given, jaxpr.out_avals)
-        known_count = linear.count(False)
-
-        def transposed(*values: Any) -> Any:
-            known = values[:known_count]
-
-            def of_linear(*unknown: Any) -> list[Any]:
-                rest, others = iter(unknown), iter(known)
-                merged = [next(rest if is_linear else others) for is_linear in linear]
-                return _where(given, compat.jaxpr_as_fun(jaxpr)(*merged))
-
-            types = [jax.core.ShapedArray(x.shape, x.dtype) for x in _where(linear, in_avals)]
-            return jax.linear_transpose(of_linear, *types)(list(values[known_count:]))
-
-        with compat.without_mesh():
-            back = jax.make_jaxpr(transposed)(
-                *(_plain(x) for x in _where(_not(linear), in_avals)), *map(_plain, out_avals)
-            )
+        back = _transposed(jaxpr, tuple(linear), tuple(given))
         axes_of_linear = _where(linear, operand_axes)
         to_add, back_axes = [], []
         for axes in axes_of_linear:
@@ -416,6 +399,30 @@ class Rules:
         return [next(of_batch if x else unbatched) for x in depends], [
             0 if x else None for x in depends
         ]
+
+
+# A gradient outside of a jit transposes a call each time. One jaxpr is one program.
+@compat.cached(max_size=256)
+def _transposed(jaxpr: Any, linear: tuple[bool, ...], given: tuple[bool, ...]) -> Any:
+    """Return the jaxpr of the known operands and the given cotangents that transposes another."""
+    in_avals, out_avals = jaxpr.in_avals, _where(given, jaxpr.out_avals)
+    known_count = linear.count(False)
+
+    def transposed(*values: Any) -> Any:
+        known = values[:known_count]
+
+        def of_linear(*unknown: Any) -> list[Any]:
+            rest, others = iter(unknown), iter(known)
+            merged = [next(rest if is_linear else others) for is_linear in linear]
+            return _where(given, compat.jaxpr_as_fun(jaxpr)(*merged))
+
+        types = [jax.core.ShapedArray(x.shape, x.dtype) for x in _where(linear, in_avals)]
+        return jax.linear_transpose(of_linear, *types)(list(values[known_count:]))
+
+    with compat.without_mesh():
+        return jax.make_jaxpr(transposed)(
+            *(_plain(x) for x in _where(_not(linear), in_avals)), *map(_plain, out_avals)
+        )
 
 
 def _parameters_of(

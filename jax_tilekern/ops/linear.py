@@ -22,7 +22,7 @@ from jax_tilekern.ops.pair_contraction import contract_pair
 Activation = Callable[[Any], Any]
 
 
-@jitted("activation", "precision", "preferred_element_type")
+@jitted("precision", "preferred_element_type", functions=["activation"])
 def linear(
     x: ArrayLike,
     w: ArrayLike,
@@ -46,7 +46,8 @@ def linear(
     b
         Array of shape ``(n,)``, or any other that broadcasts to the result.
     activation
-        A function of scalars, such as ``jax.nn.gelu``.
+        A function of scalars, such as ``jax.nn.gelu``. As for ``jax.jit``, a call is traced once
+        for each function object.
     precision, preferred_element_type
         As in :func:`matmul`.
 
@@ -81,7 +82,7 @@ def linear(
     )
 
 
-@jitted("activation", "precision", "preferred_element_type", "epilogue")
+@jitted("precision", "preferred_element_type", functions=["activation", "epilogue"])
 def gated_linear(
     x: ArrayLike,
     w_gate: ArrayLike,

@@ -20,7 +20,7 @@ from jax_tilekern.ops.labelled_operands import check_operands
 from jax_tilekern.plans.contraction import Contraction, DimensionNumbers
 
 
-@jitted("precision", "preferred_element_type", "out_sharding", "epilogue")
+@jitted("precision", "preferred_element_type", "out_sharding", functions=["epilogue"])
 def matmul(
     a: ArrayLike,
     b: ArrayLike,
@@ -54,7 +54,7 @@ def matmul(
         element of the product in the kernel that computes it. The accumulator has the type in
         which the product is accumulated: float32 for floats of 16 and 8 bits, int32 for integers of
         16 and 8 bits, otherwise the operands' type. It may return several scalars, in any
-        tree. As for ``jax.jit``, a function that is made anew for each call is traced anew.
+        tree. As for ``jax.jit``, a call is traced once for each function object.
     operands
         Arrays that broadcast to the result by NumPy's rules: a bias ``(n,)``, a scale of rows
         ``(m, 1)``, a residual ``(m, n)``. The epilogue gets one element of each.
@@ -105,7 +105,7 @@ def matmul(
     return compat.with_type(product, result.dtype, result.weak_type)
 
 
-@jitted("precision", "preferred_element_type", "out_sharding", "epilogue")
+@jitted("precision", "preferred_element_type", "out_sharding", functions=["epilogue"])
 def symmetric_matmul(
     a: ArrayLike,
     b: ArrayLike | None = None,
@@ -234,7 +234,13 @@ def labelled_matrices(a: Array, b: Array) -> tuple[Array, Array, Contraction]:
     return a, b, Contraction(a_labels, b_labels, out)
 
 
-@jitted("dimension_numbers", "precision", "preferred_element_type", "out_sharding", "epilogue")
+@jitted(
+    "dimension_numbers",
+    "precision",
+    "preferred_element_type",
+    "out_sharding",
+    functions=["epilogue"],
+)
 def dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,

@@ -20,6 +20,7 @@ from jax_tilekern.ops.expert_layer import DIMS, expert_layer
 from jax_tilekern.ops.expert_sharding import on_devices
 from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable
 from jax_tilekern.ops.groups import checked_offset
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.top_k import top_k
@@ -220,7 +221,8 @@ def moe(
     b_up, b_gate, b_down
         Biases of the experts, shapes ``(experts, hidden)`` and ``(experts, features)``.
     activation
-        Any elementwise JAX function.
+        Any elementwise JAX function. As for ``jax.jit``, a call is traced once for each function
+        object.
     group_offset
         The first expert that the matrices have, 0 by default: a device that has some of the
         experts computes their part of the sum.
@@ -304,21 +306,44 @@ def moe(
         pair = {name: arrays[name] for name in ("w_up", "w_gate")}
         both = jnp.result_type(*pair.values())
         arrays |= {name: array.astype(both) for name, array in pair.items()}
+    return _experts(
+        arrays,
+        offset,
+        activation=activation,
+        as_one_call=is_one_call(arrays),
+        out_dtype=out_dtype,
+        precision=compat.canonicalize_precision(precision),
+        recipe=recipe,
+        save=save,
+    )
+
+
+@jitted("as_one_call", "out_dtype", "precision", "recipe", "save", functions=["activation"])
+def _experts(
+    arrays: dict[str, Array],
+    offset: Array | None,
+    *,
+    activation: Callable[[Any], Any],
+    as_one_call: bool,
+    out_dtype: np.dtype[Any],
+    precision: Any,
+    recipe: Fp8Recipe | None,
+    save: str,
+) -> Array:
+    """Compute a layer of checked operands, as one call if the activation is plain data."""
     dtype = np.dtype(jnp.result_type(arrays["x"], arrays["w_up"]))
     with by_types(dtype):
         wide = np.dtype(jnp.promote_types(dtype, np.float32))
     traced, read = traced_activation(activation, (dtype, wide))
-    arrays |= named(read)
-    params: dict[str, Any] = {
-        "precision": compat.canonicalize_precision(precision), "recipe": recipe, "save": save,
-    }  # fmt: skip
+    arrays = arrays | named(read)
     as_given = with_modes_of_now(activation)
+    params: dict[str, Any] = {"precision": precision, "recipe": recipe, "save": save}
     with by_types(arrays, offset, out_dtype):
         if offset is not None:
             # A device adds the place of its experts, which a narrow type does not hold.
             experts = arrays["w_up"].shape[0]
             offset = clipped(offset, -experts, 2**31 - 1 - experts)
-        if traced is not None and is_one_call(arrays):
+        if traced is not None and as_one_call:
             return one_call(arrays, offset, activation=traced, out_dtype=out_dtype, **params)
         params["activation"] = traced if read else as_given
         # JAX differentiates a function that closes over values where it stands alone.

@@ -35,8 +35,8 @@ _ROWS_BY_MATRICES = lax.RaggedDotDimensionNumbers(
     "preferred_element_type",
     "out_sharding",
     "debug",
-    "epilogue",
-    unless=("debug", "epilogue"),
+    functions=["epilogue"],
+    unless=["debug"],
 )
 def ragged_dot(
     lhs: ArrayLike,
@@ -166,7 +166,7 @@ def ragged_dot(
     "preferred_element_type",
     "out_sharding",
     "debug",
-    unless=("debug",),
+    unless=["debug"],
 )
 def ragged_dot_general(
     lhs: ArrayLike,

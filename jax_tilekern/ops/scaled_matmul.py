@@ -78,7 +78,7 @@ from jax_tilekern.primitives.remat import Saved
 _F32: np.dtype[Any] = np.dtype(np.float32)
 
 
-@jitted("preferred_element_type", "out_sharding", "epilogue")
+@jitted("preferred_element_type", "out_sharding", functions=["epilogue"])
 def scaled_matmul(
     lhs: ArrayLike,
     rhs: ArrayLike,

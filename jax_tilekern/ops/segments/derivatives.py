@@ -123,8 +123,8 @@ def _cotangents(
     read: EdgeOperands,
     call: SegmentCall,
 ) -> list[Array]:
-    known = [i for i in range(len(read.arrays)) if i not in moving]
-    evaluated = _evaluated(call.function)
+    known = tuple(i for i in range(len(read.arrays)) if i not in moving)
+    dtypes = tuple(np.dtype(x.dtype) for x in read.arrays)
     rows = rows_of(read.keys, call.segments, call.batch)
     # A cotangent of values is a function of the cotangent, and of the arrays that are known.
     arrays = (cotangent, *(read.arrays[i] for i in known))
@@ -132,33 +132,14 @@ def _cotangents(
     indices = (rows, *read.indices)
     trailing = columns_of([cotangent])
 
-    def scalar_cotangent(target: int) -> ScalarFunction | None:
-        if call.function is None:
-            return None
-        dtype = read.arrays[target].dtype
-
-        def scalar(change: Any, *others: Any) -> Any:
-            def of_target(x: Any) -> Any:
-                scalars: list[Any] = [jnp.zeros((), a.dtype) for a in read.arrays]
-                for i, value in zip((*known, target), (*others, x), strict=True):
-                    scalars[i] = value
-                return evaluated(*scalars)
-
-            like = jax.ShapeDtypeStruct((), dtype)
-            made = jax.eval_shape(of_target, like)
-            (own,) = jax.linear_transpose(of_target, like)(change.astype(made.dtype))
-            return own
-
-        types = [x.dtype for x in arrays]
-        return _scalar_function(f"cotangent of {call.function.name}", scalar, types, dtype)
-
     def cotangent_of(target: int) -> Array:
-        aval, function = read.arrays[target], scalar_cotangent(target)
+        aval, function = read.arrays[target], None
         place = call.gathers[target]
-        if function is None:
+        if call.function is None:
             # The kernel of the identity does not gather.
             given: _Read = ((gathered_rows(cotangent, rows, batch=call.batch),), (), (None,))
         else:
+            function = _scalar_cotangent(call.function, known, target, dtypes, cotangent.dtype)
             given = (arrays, indices, gathers)
         if place is None:
             values = edge_values(*given, function).astype(aval.dtype)
@@ -193,6 +174,34 @@ def _to_rows(
             gathers, len(indices), (), segments, 1, False, "sum", function, np.dtype(aval.dtype)
         ),
     )
+
+
+# A gradient outside of a jit transposes the call each time. One function is one program.
+@compat.cached(max_size=256)
+def _scalar_cotangent(
+    function: ScalarFunction,
+    known: tuple[int, ...],
+    target: int,
+    dtypes: tuple[np.dtype[Any], ...],
+    dtype: np.dtype[Any],
+) -> ScalarFunction:
+    """Return the cotangent of one array, given that of type ``dtype`` and the known arrays."""
+    evaluated = _evaluated(function)
+
+    def scalar(change: Any, *others: Any) -> Any:
+        def of_target(x: Any) -> Any:
+            scalars: list[Any] = [jnp.zeros((), each) for each in dtypes]
+            for i, value in zip((*known, target), (*others, x), strict=True):
+                scalars[i] = value
+            return evaluated(*scalars)
+
+        like = jax.ShapeDtypeStruct((), dtypes[target])
+        made = jax.eval_shape(of_target, like)
+        (own,) = jax.linear_transpose(of_target, like)(change.astype(made.dtype))
+        return own
+
+    types = [dtype, *(dtypes[i] for i in known)]
+    return _scalar_function(f"cotangent of {function.name}", scalar, types, dtypes[target])
 
 
 def _scalar_function(

@@ -197,7 +197,8 @@ def segment_reduce(
     Parameters
     ----------
     function
-        A function of scalars, one of each array: any elementwise JAX function.
+        A function of scalars, one of each array: any elementwise JAX function. As for ``jax.jit``,
+        a call is traced once for each function object.
     *arrays
         Arrays whose first dimension has the edges, or rows that edges gather. The further
         dimensions are the same, or of size 1, or missing.
@@ -263,7 +264,6 @@ def segment_reduce(
         None if place is None else next(i for i, x in enumerate(distinct) if x is place)
         for place in places
     )
-    indices, plans, planned = [], [], []
     for i, place in enumerate(distinct):
         rows = [x.shape[0] for x, own in zip(read, gathers, strict=True) if own == i]
         if isinstance(place, SegmentPlan):
@@ -272,16 +272,40 @@ def segment_reduce(
                     f"segment_reduce: a plan of {place.num_segments} rows gathers from arrays of "
                     f"{rows} rows"
                 )
+            index = place.keys
+        else:
+            index = distinct[i] = integers("segment_reduce", place)
+        if index.shape != (plan.size,):
+            raise ValueError(
+                f"segment_reduce: numbers of rows of shape {index.shape} for {plan.size} edges"
+            )
+    return _reduced_edges(
+        read, distinct, plan, function=function, gathers=gathers, reduction=reduction
+    )
+
+
+@jitted("gathers", "reduction", functions=["function"])
+def _reduced_edges(
+    read: Sequence[Array],
+    distinct: Sequence[Array | SegmentPlan],
+    plan: SegmentPlan,
+    *,
+    function: Callable[..., Any],
+    gathers: tuple[int | None, ...],
+    reduction: Combiner,
+) -> Array:
+    """Reduce a function of edges by a plan; ``gathers`` has the place in ``distinct`` of each."""
+    indices, plans, planned = [], [], []
+    for i, place in enumerate(distinct):
+        if isinstance(place, SegmentPlan):
             index = rows_of(place.keys, place.num_segments)
             # Edges that are sorted as they lie have an order, too.
             by_row = lax.iota(np.int32, place.size) if place.order is None else place.order
             plans += [by_row, place.bounds]
             planned.append(i)
         else:
-            index = keys_of(integers("segment_reduce", place), max(rows))
-        if index.shape != (plan.size,):
-            raise ValueError(
-                f"segment_reduce: numbers of rows of shape {index.shape} for {plan.size} edges"
+            index = keys_of(
+                place, max(read[j].shape[0] for j, own in enumerate(gathers) if own == i)
             )
         indices.append(index)
     rank = max(x.ndim for x in read)
