@@ -20,6 +20,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat, outcomes
+from jax_tilekern.interop.custom_rules import custom_jvp
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp, jsp_linalg, lax
 from jax_tilekern.interop.outcomes import record_traced_choice
@@ -899,7 +900,7 @@ def _pivots_and_sign(factors: Array, pivots: Array) -> tuple[Array, Array]:
     return diagonal, (1 - 2 * odd).astype(factors.dtype)
 
 
-@jax.custom_jvp
+@custom_jvp
 @mode_independent
 def _det(a: Array) -> Array:
     factors, pivots, _ = matrices.lu(a)
@@ -933,7 +934,7 @@ def _det_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arra
     return determinant, jnp.where(deficient, jnp.zeros_like(trace), trace)
 
 
-@jax.custom_jvp
+@custom_jvp
 @mode_independent
 def _slogdet(a: Array) -> tuple[Array, Array]:
     factors, pivots, _ = matrices.lu(a)

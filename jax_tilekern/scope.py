@@ -2,6 +2,9 @@
 
 A :class:`Setting` is the library's only state that belongs to a context. A :class:`Scope` is a
 context manager of the public interface, which decorates functions too.
+
+A program is lowered after the contexts in its functions are left. So the equations of this library
+have the settings that hold where they are traced as a parameter, and their rules run under these.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import jax
@@ -20,9 +23,12 @@ P = ParamSpec("P")
 T_co = TypeVar("T_co", covariant=True)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The settings of this thread that differ from their defaults, by name. It is JAX's own kind of
-# context: its value is part of the keys under which JAX keeps what it has traced and compiled, so a
-# function that was compiled under some settings is compiled anew under others.
+# Settings by name, in the order of names.
+Settings = tuple[tuple[str, Hashable], ...]
+
+# The settings of this thread that contexts have changed. It is JAX's own kind of context: its value
+# is part of the keys under which JAX keeps what it has traced and compiled, so a function that was
+# compiled under some settings is compiled anew under others.
 _settings: Any = jax.make_user_context(())
 
 
@@ -35,10 +41,14 @@ class Setting(Generic[T]):
         Its name, which no other setting has.
     default
         The value outside of every context.
+    is_traced
+        Whether the calls that are traced in a context have its value wherever they are lowered.
     """
 
-    def __init__(self, name: str, default: T) -> None:
-        self._name, self._default = name, default
+    def __init__(self, name: str, default: T, *, is_traced: bool = False) -> None:
+        self._name, self._default, self._is_traced = name, default, is_traced
+        if is_traced:
+            _traced_names.add(name)
 
     @property
     def value(self) -> T:
@@ -46,16 +56,68 @@ class Setting(Generic[T]):
         value: T = dict(_settings.value).get(self._name, self._default)
         return value
 
-    def __call__(self, value: T) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def __call__(self, value: T) -> Iterator[None]:
         """Return a context in which the setting has a value."""
-        # The default is left out, and the order is that of names: equal settings have one key.
         values = {**dict(_settings.value), self._name: value}
-        if value == self._default:
+        # Equal settings have one key. Where a call is traced, a default overrides what holds where
+        # the call is lowered.
+        if value == self._default and not self._is_traced:
             del values[self._name]
-        context: contextlib.AbstractContextManager[None] = _settings(
-            tuple((name, values[name]) for name in sorted(values))
-        )
-        return context
+        with _settings(tuple(sorted(values.items()))):
+            yield
+
+
+_traced_names: set[str] = set()
+# The parameter of an equation that has the settings it was traced under.
+_PARAMETER = "contexts"
+
+
+def traced_settings() -> Settings:
+    """Return the settings of this thread that calls have which are traced now."""
+    return tuple(item for item in _settings.value if item[0] in _traced_names)
+
+
+def with_traced_settings(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of an equation that is traced now; those that it has remain."""
+    now = traced_settings()
+    if not now:
+        return params
+    return {**params, _PARAMETER: _updated(now, params.get(_PARAMETER, ()))}
+
+
+def settings_of(params: Mapping[str, Any]) -> Settings:
+    """Return the settings that an equation with these parameters was traced under."""
+    settings: Settings = params.get(_PARAMETER, ())
+    return settings
+
+
+@contextlib.contextmanager
+def entered(settings: Settings) -> Iterator[None]:
+    """Return a context in which these settings have their values, and the others remain."""
+    with _settings(_updated(_settings.value, settings)):
+        yield
+
+
+def under_traced_settings(rule: Callable[..., T]) -> Callable[..., T]:
+    """Return a rule of equations that runs under the settings they were traced under.
+
+    Its keywords are the other parameters of the equation.
+    """
+
+    @functools.wraps(rule)
+    def under(*args: Any, **params: Any) -> T:
+        if _PARAMETER not in params:
+            return rule(*args, **params)
+        with entered(params.pop(_PARAMETER)):
+            return rule(*args, **params)
+
+    return under
+
+
+def _updated(settings: Settings, others: Settings) -> Settings:
+    # Names differ, so values are not compared.
+    return tuple(sorted({**dict(settings), **dict(others)}.items()))
 
 
 class Scope(contextlib.ContextDecorator, Generic[T_co]):

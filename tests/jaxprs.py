@@ -12,6 +12,11 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
+def parameters(eqn):
+    """What an equation of the library says of the call, without the settings it is traced under."""
+    return {name: value for name, value in eqn.params.items() if name != "contexts"}
+
+
 def products(jaxpr):
     """Count the products of a jaxpr: the library's own, and JAX's."""
     names = [eqn.primitive.name for eqn in equations(jaxpr.jaxpr)]

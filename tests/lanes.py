@@ -8,6 +8,7 @@ from typing import NamedTuple
 import emulated_plans
 import jax
 from filelock import FileLock
+from jaxprs import parameters
 
 from jax_tilekern.compilation.compiler import Source
 from jax_tilekern.interop import compat
@@ -80,7 +81,7 @@ class Emulated:
         return [value(x) for x in jaxpr.outvars]
 
     def _run(self, eqn, operands):
-        kernel = kernel_of([x.aval for x in eqn.invars], **eqn.params)
+        kernel = kernel_of([x.aval for x in eqn.invars], **parameters(eqn))
         outputs = [(x.aval.shape, x.aval.dtype) for x in eqn.outvars]
         request = self._requests[self._numbers[kernel.text]]
         launch = SimpleNamespace(
@@ -103,6 +104,6 @@ class Emulated:
 def _kernels(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "tilekern_lanes":
-            yield kernel_of([x.aval for x in eqn.invars], **eqn.params)
+            yield kernel_of([x.aval for x in eqn.invars], **parameters(eqn))
         elif eqn.primitive.name in ("jit", "pjit"):
             yield from _kernels(eqn.params["jaxpr"].jaxpr)

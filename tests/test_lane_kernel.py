@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.experimental import jet
 from jax.sharding import PartitionSpec as P
+from jaxprs import parameters
 from lane_functions import collatz, kalman, lorenz
 from numerics import on_gpu
 from nvrtc_mark import needs_nvrtc
@@ -501,7 +502,7 @@ def test_loops_are_in_registers(f, in_axes, shapes, registers, gpu):
 def backward_of(function, *args):
     """The kernel that runs the loop of a function backwards."""
     eqns = [e for e in jax.make_jaxpr(function)(*args).jaxpr.eqns if "function" in e.params]
-    return kernel_of([x.aval for x in eqns[-1].invars], **eqns[-1].params)
+    return kernel_of([x.aval for x in eqns[-1].invars], **parameters(eqns[-1]))
 
 
 @needs_nvrtc
@@ -541,7 +542,7 @@ def test_long_functions_are_called_where_there_are_many():
 
 def _call_of(function, *args):
     (eqn,) = jax.make_jaxpr(function)(*args).jaxpr.eqns
-    return [x.aval for x in eqn.invars], eqn.params
+    return [x.aval for x in eqn.invars], parameters(eqn)
 
 
 @needs_nvrtc

@@ -79,6 +79,12 @@ def test_one_scope_in_two_threads(name):
     assert found == [(OUTSIDE, inside, inside, OUTSIDE)] * 2
 
 
+def test_a_context_is_made_before_another_is_entered():
+    strict = outcomes.entered("STRICT")
+    with jtk.policy("xla"), strict:
+        assert state() == (False, "STRICT", "xla", None)
+
+
 @pytest.mark.parametrize("name", ["patch", "strict"])
 def test_a_decorator_without_parentheses(name):
     make, inside = SCOPES[name]

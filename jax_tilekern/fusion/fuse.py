@@ -25,7 +25,7 @@ from jax_tilekern.ops.fused_lowering import InPlace
 from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.patching.patch import patch
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.scope import Function
+from jax_tilekern.scope import Function, entered, settings_of
 
 # Calls whose functions are fused too, whatever else they are.
 _CALLS = frozenset(
@@ -288,7 +288,8 @@ class _Evaluation:
             dict.fromkeys(str(eqn.params.get("name", eqn.primitive)) for eqn, _ in group.equations)
         )
         types = by_types(lhs, rhs, arrays, product.dtype, [x.aval for x in group.results])
-        with compat.traced_from(group.eqn), types:
+        settings = entered(settings_of(group.eqn.params))
+        with compat.traced_from(group.eqn), types, settings:
             function = trace_scalars(
                 epilogue, accumulator, product.dtype, [x.dtype for x in arrays]
             ).function

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jax_tilekern.plans.policy import policy
+from jax_tilekern.plans.policy.setting import counted
 
 
 def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -15,7 +15,7 @@ def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> di
 
     XLA cannot see into a custom call: its own ``cost_analysis()`` counts -1 for each kernel, in
     lowered and in compiled programs. Here every kernel counts as the XLA operation that it
-    replaces. The function is traced and lowered inside
+    replaces. The function is traced and lowered as inside
     :func:`jax_tilekern.policy` ``"xla"``, and neither compiled nor run.
 
     Parameters
@@ -48,8 +48,8 @@ def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> di
     True
     """
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
-    with policy("xla"):
+    with counted():
         lowered = jitted.lower(*args, **kwargs)
         # Some backends count only compiled programs.
-        counted: dict[str, float] = lowered.cost_analysis() or lowered.compile().cost_analysis()
-    return counted
+        found: dict[str, float] = lowered.cost_analysis() or lowered.compile().cost_analysis()
+    return found

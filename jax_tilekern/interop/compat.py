@@ -24,6 +24,7 @@ from jax._src import mesh as _mesh
 from jax._src import named_sharding as _named_sharding
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
+from jax._src import traceback_util as _traceback_util
 from jax._src import tree_util as _tree_util
 from jax._src import util as _util
 from jax._src.interpreters import ad as _ad
@@ -62,6 +63,7 @@ __all__ = [
     "eval_jaxpr",
     "explicit_sharding",
     "func",
+    "hide_frames",
     "in_pallas_kernel",
     "in_traced_program",
     "inlined_when_traced",
@@ -160,6 +162,11 @@ ragged_dot_general_p = _lax.ragged_dot_general_p
 # This makes profiles and HLO name the user's source lines, as for JAX's own functions.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _source_info_util.register_exclusion(_PACKAGE + os.sep)
+
+
+def hide_frames(file: str) -> None:
+    """Leave the frames of a file out of the tracebacks that JAX shows."""
+    _traceback_util.register_exclusion(file)
 
 
 def with_type(x: jax.Array, dtype: Any, weak_type: bool) -> jax.Array:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import logging
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jax_tilekern.plans.launch import NOT_PREDICTED, PredictedUs
 from jax_tilekern.plans.policy import current_policy
@@ -27,13 +26,9 @@ class FallbackError(RuntimeError):
     """Inside :func:`strict`: no kernel covers a call, so XLA's own operation would compute it."""
 
 
-class _Mode(enum.Enum):
-    DEFAULT = enum.auto()
-    STRICT_COMPILATION = enum.auto()
-    STRICT = enum.auto()
+Mode = Literal["DEFAULT", "STRICT_COMPILATION", "STRICT"]
 
-
-_mode = Setting("mode", _Mode.DEFAULT)
+_mode: Setting[Mode] = Setting("mode", "DEFAULT", is_traced=True)
 
 
 @scoped
@@ -41,7 +36,8 @@ def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
     """Raise an error where a kernel cannot be compiled, or where there is none for a call.
 
     Outside of it, a kernel that cannot be compiled is a warning, and XLA's own operation runs.
-    Holds for the current thread.
+    Holds for the current thread, inside the context. A call that is traced inside raises the error
+    wherever it is lowered, also where the context is in a function under ``jax.jit``.
 
     Parameters
     ----------
@@ -64,20 +60,18 @@ def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
     >>> with jtk.strict():
     ...     product = jax.jit(jtk.matmul)(jnp.ones((64, 64)), jnp.ones((64, 64)))
     """
-    with _mode(_Mode.STRICT_COMPILATION if allow_fallbacks else _Mode.STRICT):
+    with _mode("STRICT_COMPILATION" if allow_fallbacks else "STRICT"):
         yield
 
 
-def current() -> str:
-    """Return the mode by a name that :func:`entered` takes, also in another process."""
-    return _mode.value.name
+def current() -> Mode:
+    """Return the mode of the current thread."""
+    return _mode.value
 
 
-@contextlib.contextmanager
-def entered(name: str) -> Iterator[None]:
-    """Enter a mode of :func:`current`; ``DEFAULT`` is the mode outside every context."""
-    with _mode(_Mode[name]):
-        yield
+def entered(mode: Mode) -> contextlib.AbstractContextManager[None]:
+    """Return a context in a mode; ``DEFAULT`` is the mode outside every context."""
+    return _mode(mode)
 
 
 def note_fallback(call: str, reason: str, platform: str | None = None) -> None:
@@ -92,7 +86,7 @@ def note_fallback(call: str, reason: str, platform: str | None = None) -> None:
     """
     where = "" if platform is None else f" on {platform}"
     logger.info("%s%s falls back to XLA: %s", call, where, reason)
-    if _mode.value is _Mode.STRICT and current_policy() != "xla":
+    if _mode.value == "STRICT" and current_policy() != "xla":
         raise FallbackError(
             f"{call} falls back to XLA{where}, which jax_tilekern.strict() forbids: {reason}"
         )
@@ -106,7 +100,7 @@ def note_failure(error: Exception) -> str:
     Exception
         ``error`` itself, inside :func:`strict`.
     """
-    if _mode.value in (_Mode.STRICT, _Mode.STRICT_COMPILATION):
+    if _mode.value != "DEFAULT":
         raise error
     first_line, *_ = str(error).splitlines()
     reason = f"its kernel failed: {first_line.rstrip(':')}"

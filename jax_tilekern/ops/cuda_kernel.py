@@ -17,6 +17,7 @@ from jax_tilekern.compilation.compiler import Source, cuda_folder
 from jax_tilekern.compilation.cubin import is_cubin
 from jax_tilekern.compilation.image import Image, is_image
 from jax_tilekern.inspection.kernel_report import KernelReport
+from jax_tilekern.interop.custom_rules import custom_jvp, custom_vjp
 from jax_tilekern.ops.kernel_primitive import bind, input_types, tuned_call
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, Use
 from jax_tilekern.ops.kernel_tuning import checked
@@ -267,12 +268,12 @@ class CudaKernel:
         own = self._settings.parameters_of_meaning(parameters)
         if self._jvp is not None:
             rule = self._jvp
-            differentiable = jax.custom_jvp(call)
+            differentiable = custom_jvp(call)
             differentiable.defjvp(lambda primals, tangents: rule(primals, tangents, **own))
             return differentiable(*arrays)
         if self._vjp is not None:
             forward, backward = self._vjp
-            with_cotangents = jax.custom_vjp(call)
+            with_cotangents = custom_vjp(call)
             with_cotangents.defvjp(
                 lambda *arrays: forward(*arrays, **own),
                 lambda residuals, cotangent: backward(residuals, cotangent, **own),

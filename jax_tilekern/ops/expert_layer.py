@@ -19,6 +19,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.custom_rules import custom_jvp
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.contraction import contract
@@ -278,7 +279,7 @@ def _hidden(
     biased = [f"b_{name}" in arrays for name in names]
     value = functools.partial(_value, activation, dtype)
 
-    @jax.custom_jvp
+    @custom_jvp
     def hidden(
         bounds: Array, rows: Any, matrices: Any, weights: Array, biases: Any, read: Any
     ) -> Array:

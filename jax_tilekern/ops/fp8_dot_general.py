@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.custom_rules import custom_vjp
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable, differentiated_once
 from jax_tilekern.ops.jitted import jitted
@@ -185,7 +185,7 @@ def _multiplied(lhs: tuple[Array, Array], rhs: tuple[Array, Array], dtype: Any) 
     return result
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(custom_vjp, nondiff_argnums=(2,))
 def _product(lhs: Array, rhs: Array, call: _Call) -> Array:
     power_of_two = call.recipe.power_of_two
 

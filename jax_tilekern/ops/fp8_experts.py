@@ -14,13 +14,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.custom_rules import custom_vjp
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
 from jax_tilekern.ops.fp8_recipe import Fp8Recipe, differentiated_once
@@ -147,7 +147,7 @@ class Fp8Products(NamedTuple):
         return list(_products(call, x, tuple(others[:count]), Sorted(*others[count:])))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _products(
     call: _Call, x: Array, matrices: tuple[Array, ...], by_expert: Sorted
 ) -> tuple[Array, ...]:

@@ -23,6 +23,7 @@ from jax_tilekern.interop.compat import ad, partial_eval
 from jax_tilekern.interop.global_modes import by_types, mode_independent
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.lane_checkpoints import Checkpoint, divided
+from jax_tilekern.scope import under_traced_settings, with_traced_settings
 
 # A residual of up to so many elements is saved for every lane, even where it is the same for all.
 _FEW_ELEMENTS = 64
@@ -134,8 +135,12 @@ class Rules:
     def register(self, primitive: Any) -> None:
         """Register the rules that an operation does not declare."""
         self.primitive = primitive
-        ad.primitive_transposes[primitive] = mode_independent(self._transpose)
-        partial_eval.custom_partial_eval_rules[primitive] = self._partial_eval
+        ad.primitive_transposes[primitive] = under_traced_settings(
+            mode_independent(self._transpose)
+        )
+        partial_eval.custom_partial_eval_rules[primitive] = under_traced_settings(
+            self._partial_eval
+        )
         partial_eval.partial_eval_jaxpr_custom_rules[primitive] = self._partial_eval_of_equation
         compat.register_dead_code(primitive, self._without_unused)
 
@@ -236,7 +241,7 @@ class Rules:
         if any(all(axes[k] is None for axes in known_axes) for k in range(dims)):
             # There are no lanes to evaluate anything for.
             staged: list[Any] = trace.default_process_primitive(
-                self.primitive, tracers, {"jaxpr": jaxpr, **params}
+                self.primitive, tracers, with_traced_settings({"jaxpr": jaxpr, **params})
             )
             return staged
         known = _where(_not(unknown), [x.pval.get_known() for x in tracers])
@@ -280,12 +285,14 @@ class Rules:
             trace.default_process_primitive(
                 self.primitive,
                 [*map(trace.new_instantiated_const, saved), *_where(unknown, tracers)],
-                {
-                    "jaxpr": second,
-                    "function": of_second.made(second, "tangent_of_"),
-                    "operand_axes": (*saved_axes, *_where(unknown, operand_axes)),
-                    "result_axes": tuple(_where(unknown_results, result_axes)),
-                },
+                with_traced_settings(
+                    {
+                        "jaxpr": second,
+                        "function": of_second.made(second, "tangent_of_"),
+                        "operand_axes": (*saved_axes, *_where(unknown, operand_axes)),
+                        "result_axes": tuple(_where(unknown_results, result_axes)),
+                    }
+                ),
             )
             if any(unknown_results)
             else []
@@ -454,6 +461,7 @@ def _parameters_of(
     pruned, needed = partial_eval.dce_jaxpr(jaxpr.jaxpr, list(used), instantiate=needed)
     closed = compat.closed_with(pruned, jaxpr.consts)
     return list(needed), {
+        **params,
         "jaxpr": closed,
         "function": params["function"].made(closed),
         "operand_axes": tuple(_where(needed, operand_axes)),

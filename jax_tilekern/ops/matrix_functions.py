@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jax_tilekern.interop.custom_rules import custom_jvp
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import lax
 from jax_tilekern.ops import decompositions
@@ -75,7 +75,7 @@ def _pade(a: Array) -> tuple[Array, Array]:
     return product(a, odd), even
 
 
-@jax.custom_jvp
+@custom_jvp
 @mode_independent
 def pseudo_inverse(a: Array, rtol: Array) -> Array:
     """Return pseudo-inverses, with singular values up to ``rtol`` times the largest as zero."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_tilekern.interop.custom_rules import custom_vjp
 from jax_tilekern.ops.matmul import matmul as device_matmul
 from jax_tilekern.out_of_core.plan import LEAST, WholeProduct, extents
 
@@ -66,7 +67,7 @@ def matmul(
     return result
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def _product(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, bool]) -> Array:
     """Return ``a @ b`` in host memory, with either of them transposed."""
     (m, k), n = _shape(a, transposed[0]), _shape(b, transposed[1])[1]

@@ -221,7 +221,28 @@ def gpu_target(gpu: Gpu | str) -> Iterator[Gpu]:
     ----------
     gpu
         A :class:`Gpu`, or an architecture or model such as ``"sm_90"`` or ``"H100"``.
+
+    Raises
+    ------
+    TypeError
+        If ``gpu`` is neither a :class:`Gpu` nor a name.
+    ValueError
+        If no model of that name is known.
+    RuntimeError
+        In a function that is traced: the whole program is for one GPU.
     """
+    # The layer above this one.
+    from jax_tilekern.interop.compat import in_traced_program
+
+    if in_traced_program():
+        raise RuntimeError(
+            "gpu_target is entered in a function that JAX traces, and left before the program is "
+            "lowered; enter it around jax.jit(...).lower(...), jax.export or explain"
+        )
+    if not isinstance(gpu, Gpu | str):
+        raise TypeError(
+            f"gpu_target takes a jax_tilekern.Gpu, or a name such as 'H100' or 'sm_90', not {gpu!r}"
+        )
     chosen = known_gpu(gpu) if isinstance(gpu, str) else gpu
     with _target(chosen):
         yield chosen

@@ -51,7 +51,7 @@ _LEAST_BYTES = 16 << 20
 # Copies and tensor maps begin at multiples of this many bytes.
 _ALIGNMENT = 128
 
-_parts: Setting[int | None] = Setting("parts of overlapped products", None)
+_parts: Setting[int | None] = Setting("parts of overlapped products", None, is_traced=True)
 
 
 @scoped

@@ -209,7 +209,7 @@ def _default_choices() -> TunedChoices:
 
 _Choices = TypeVar("_Choices", bound=TunedChoices)
 
-_current: Setting[TunedChoices | None] = Setting("tuned choices", None)
+_current: Setting[TunedChoices | None] = Setting("tuned choices", None, is_traced=True)
 
 
 def current_choices() -> TunedChoices:
@@ -219,7 +219,10 @@ def current_choices() -> TunedChoices:
 
 @scoped
 def using(choices: _Choices) -> Iterator[_Choices]:
-    """Let plans consult these choices inside the context, in the current thread."""
+    """Let plans consult these choices inside the context, in the current thread.
+
+    A call that is traced inside has them wherever it is lowered.
+    """
     with _current(choices):
         yield choices
 

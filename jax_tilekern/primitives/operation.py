@@ -11,6 +11,9 @@ on each platform. :func:`define` makes the JAX primitive from it:
 - *lowering* asks the platform's planner, and what no kernel covers lowers to the reference. In a
   ``jit`` over several devices the call is partitioned first, by its sharding rule, and the planner
   is asked for the call on each device.
+
+An equation has the settings that it was traced under (:mod:`jax_tilekern.scope`); no rule of an
+operation sees them, and every rule runs under them.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from jax_tilekern.interop import compat, ffi, outcomes
 from jax_tilekern.interop.compat import ad, mlir
 from jax_tilekern.interop.global_modes import by_types, by_xla, mode_independent
 from jax_tilekern.interop.outcomes import listed_below, record_choice, record_elsewhere
+from jax_tilekern.interop.primitive import Primitive
 from jax_tilekern.interop.result_types import of_any_size
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.agreement import require_agreement
@@ -41,7 +45,7 @@ from jax_tilekern.plans.launch import NOT_PREDICTED, LaunchPlan, PredictedUs
 from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives import remat, taylor
 from jax_tilekern.primitives.linearity import OperandGroup, cotangents_in, jvp_of, tangents_out
-from jax_tilekern.scope import Setting
+from jax_tilekern.scope import Setting, under_traced_settings
 
 Params = dict[str, Any]
 
@@ -243,11 +247,11 @@ references: dict[str, Callable[..., list[Any]]] = {}
 def define(operation: Operation) -> Callable[..., Any]:
     """Make the primitive of ``operation``; return the function that binds it."""
     operation = _mode_independent(operation)
-    references[operation.name] = _as_list(operation)
-    primitive = compat.Primitive(operation.name)
+    references[operation.name] = under_traced_settings(_as_list(operation))
+    primitive: Any = Primitive(operation.name)
     primitive.multiple_results = operation.several_results
     primitive.def_impl(functools.partial(compat.apply_primitive, primitive))
-    primitive.def_abstract_eval(_abstract_evaluation(operation))
+    primitive.def_abstract_eval(under_traced_settings(_abstract_evaluation(operation)))
 
     def bind(*operands: Any, **params: Any) -> Any:
         return primitive.bind(*compat.unify_varying(*operands), **params)
@@ -279,7 +283,7 @@ def define(operation: Operation) -> Callable[..., Any]:
         results = [jnp.broadcast_to(ad.zeros_like_aval(x), (0, *x.shape)) for x in types]
         return (results, [0] * len(results)) if operation.several_results else (results[0], 0)
 
-    compat.register_batching(primitive, batch)
+    compat.register_batching(primitive, under_traced_settings(batch))
     compat.register_nan_check(primitive)
     _register_derivatives(operation, primitive, bind_to_list)
     _register_lowering(operation, primitive, bind_to_list)
@@ -379,10 +383,10 @@ def _register_derivatives(
         return cotangents_in(rules(params), cotangent, operands, params)
 
     if operation.jvp or operation.transposes:
-        ad.primitive_jvps[primitive] = operation.jvp or jvp_by_linearity
-        taylor.register(primitive, mode_independent(taylor_polynomials))
+        ad.primitive_jvps[primitive] = under_traced_settings(operation.jvp or jvp_by_linearity)
+        taylor.register(primitive, under_traced_settings(mode_independent(taylor_polynomials)))
     if operation.transposes:
-        ad.primitive_transposes[primitive] = transpose
+        ad.primitive_transposes[primitive] = under_traced_settings(transpose)
 
 
 def _register_lowering(
@@ -401,13 +405,14 @@ def _register_lowering(
         )
         register(partitioned)
     rules = {
-        platform: functools.partial(_lower, operation, partitioned, platform)
+        platform: under_traced_settings(functools.partial(_lower, operation, partitioned, platform))
         for platform in operation.planners
     }
     by_reference = mlir.lower_fun(
         by_xla(operation.reference), multiple_results=operation.several_results
     )
 
+    @under_traced_settings
     def elsewhere(ctx: Any, *values: Any, **params: Any) -> Sequence[Any]:
         if operation.planners:
             record_elsewhere(operation.describe(**params), ctx)

@@ -16,6 +16,7 @@ from jax.interpreters import partial_eval
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.scope import entered, settings_of, under_traced_settings
 
 # stands_for(**params) returns a primitive of JAX, and the parameters of its equation; ``None`` for
 # a call that policies see as itself.
@@ -61,6 +62,8 @@ def register(
     saved
         ``saved(**params)`` says what is saved of several results, all of them if it is ``None``.
     """
+    stands_for = under_traced_settings(stands_for)
+    saved = None if saved is None else under_traced_settings(saved)
 
     def split(
         policy: Callable[..., Any], unknown: Sequence[bool], given: Sequence[bool], eqn: Any
@@ -77,7 +80,10 @@ def register(
             return eqn, None, [False] * count, [False] * count, []
         kept = kept or Saved(0, lambda *_: ())
         kept = kept._replace(others=mode_independent(kept.others))
-        return _saved(eqn, kept, given) if case == "save" else _offloaded(eqn, kept, given, *case)
+        with entered(settings_of(eqn.params)):
+            if case == "save":
+                return _saved(eqn, kept, given)
+            return _offloaded(eqn, kept, given, *case)
 
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = split
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Literal, get_args
 
 from jax_tilekern.scope import Setting, scoped
 
 Policy = Literal["auto", "kernels", "xla"]
 
-_policy: Setting[Policy] = Setting("policy", "auto")
+_policy: Setting[Policy] = Setting("policy", "auto", is_traced=True)
+# Whether programs are counted and do not run.
+_counted = Setting("counted", False)
 
 
 @scoped
 def policy(name: Policy) -> Iterator[None]:
     """Set what decides between the library's kernels and XLA's operations.
 
-    Holds for the current thread, inside the context. Functions are traced and lowered inside.
+    Holds for the current thread, inside the context. A call that is traced inside has the policy
+    wherever it is lowered and differentiated, also where the context is in a function under
+    ``jax.jit``. A call that is traced outside of every policy has that of where it is lowered.
 
     Parameters
     ----------
@@ -48,7 +53,12 @@ def policy(name: Policy) -> Iterator[None]:
 
 def current_policy() -> Policy:
     """Return the policy of the current thread."""
-    return _policy.value
+    return "xla" if _counted.value else _policy.value
+
+
+def counted() -> AbstractContextManager[None]:
+    """Return a context in which every call is left to XLA, whatever policy it was traced under."""
+    return _counted(True)
 
 
 def why_excluded() -> str | None:
