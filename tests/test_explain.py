@@ -3,6 +3,8 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_tilekern as jtk
 from jax_tilekern.interop.outcomes import Choice
@@ -121,6 +123,28 @@ def test_parts_of_a_call_are_below_it():
     text = str(jtk.explain(lambda x: jtk.matmul(x, x, epilogue=jax.nn.gelu), x, platform="cpu"))
     assert "\ncontract mk,kn->mn, gelu" in text
     assert "\n  mk,kn->mn  f32[64,64]" in text
+
+
+def test_parts_of_a_partitioned_call_are_below_it():
+    """What XLA removes, such as an order that nothing reads, is not listed."""
+    devices = jax.devices("cpu")[:8]
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,), devices=devices)
+    rows = jax.device_put(jnp.ones((64, 16)), NamedSharding(mesh, P("d")))
+    ids = jax.device_put(jnp.arange(64, dtype=jnp.int32) % 5, NamedSharding(mesh, P("d")))
+
+    def summed(rows, ids):
+        return jtk.segment_sum(rows, ids, 5), jtk.matmul(rows, jnp.ones((16, 4)))
+
+    choices = jtk.explain(summed, rows, ids, platform="cpu")
+    depths = [(choice.depth, choice.call.partition(",")[0]) for choice in choices]
+    assert depths == [
+        (0, "segment_sum"),
+        (1, "segment_sum"),
+        (2, "sort rows by 7 keys"),
+        (2, "segment_sum"),
+        (0, "mk"),
+    ]
+    assert all(choice.partition for choice in choices[1:])
 
 
 def test_says_why_a_cpu_kernel_takes_a_call():

@@ -11,7 +11,7 @@ import jax
 
 from jax_tilekern.inspection.columns import columns
 from jax_tilekern.inspection.tracing import traced
-from jax_tilekern.interop.outcomes import Choice, recorded_choices
+from jax_tilekern.interop.outcomes import Choice, record_partition, recorded_choices
 from jax_tilekern.plans.gpu import target_is_set
 from jax_tilekern.plans.launch import PredictedUs
 
@@ -160,6 +160,9 @@ def explain(
         lowered = program.lower(lowering_platforms=None if platform is None else (target,))
         if recorder.awaited and target in _platforms(args, kwargs):
             lowered.compile()
+            # XLA has removed the calls whose results nothing uses.
+            for text in list(recorder.awaited):
+                record_partition(text, ())
     return Explanation(recorder.choices)
 
 
