@@ -11,9 +11,8 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
-from jax_tilekern.ops.cross_entropy.logits import Options, statistics_type
-from jax_tilekern.ops.cross_entropy.statistics import statistics
-from jax_tilekern.ops.cross_entropy.weighted_loss import weighted_loss
+from jax_tilekern.ops.cross_entropy.logits import Options, row_losses, statistics_type
+from jax_tilekern.ops.cross_entropy.primitives import statistics, weighted, weighted_loss
 from jax_tilekern.ops.jitted import jitted
 
 LossReduction = Literal["mean", "sum", "none"]
@@ -107,12 +106,10 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or None")
-    options = Options(
-        softcap, compat.canonicalize_precision(precision), label_smoothing > 0, _CHUNK_BYTES
-    )
-    return _loss(
-        h, w, labels, bias, reduction, z_loss, label_smoothing, ignore_index, axis_name, options
-    )
+    columns = w.shape[1] * (1 if axis_name is None else lax.axis_size(axis_name))
+    precision = compat.canonicalize_precision(precision)
+    options = Options(softcap, z_loss, label_smoothing, columns, precision, _CHUNK_BYTES)
+    return _loss(h, w, labels, bias, reduction, ignore_index, axis_name, options)
 
 
 def _check_operands(h: Array, w: Array, labels: Array, bias: Array | None) -> None:
@@ -149,14 +146,7 @@ def _type(x: Array) -> str:
     return f"{x.dtype}{list(x.shape)}"
 
 
-@jitted(
-    "reduction",
-    "z_loss",
-    "label_smoothing",
-    "ignore_index",
-    "axis_name",
-    "options",
-)
+@jitted("reduction", "ignore_index", "axis_name", "options")
 @mode_independent
 def _loss(
     h: Array,
@@ -164,52 +154,34 @@ def _loss(
     labels: Array,
     bias: Array | None,
     reduction: LossReduction,
-    z_loss: float,
-    label_smoothing: float,
     ignore_index: int | None,
     axis_name: str | tuple[str, ...] | None,
     options: Options,
 ) -> Array:
-    """Combine the statistics of each row."""
+    """Return the losses of the rows by weights, which are NaN for labels out of range."""
     if bias is None:
         bias = jnp.zeros_like(w[0])
-    size = w.shape[1] * (1 if axis_name is None else lax.axis_size(axis_name))
-    ignored, valid, label = _sorted_out(labels, ignore_index, size)
-    if reduction != "none" and axis_name is None and not label_smoothing:
-        weights = jnp.where(ignored, 0, jnp.where(valid, 1, jnp.nan)).astype(statistics_type(h, w))
-        if reduction == "mean":
-            weights /= jnp.maximum(1, (~ignored).sum())
-        return weighted_loss(h, w, bias, label, weights, options, z_loss)
-    if axis_name is None:
-        lse, at_label, *total = statistics(h, w, bias, label, **options._asdict())
-    else:
-        label = label - lax.axis_index(axis_name) * w.shape[1]
-        of_part, *sums = statistics(h, w, bias, label, **options._asdict())
-        lse = _logsumexp_over(axis_name, of_part)
-        at_label, *total = (lax.psum(x, axis_name) for x in sums)
-    losses = lse - (1 - label_smoothing) * at_label
-    for x in total:
-        losses -= label_smoothing / size * x
-    if z_loss:
-        losses += z_loss * lse**2
-    losses = jnp.where(ignored, 0, losses * jnp.where(ignored | valid, 1, jnp.nan))
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / jnp.maximum(1, (~ignored).sum())
-
-
-def _sorted_out(labels: Array, ignore_index: int | None, size: int) -> tuple[Array, Array, Array]:
-    """Return which rows are ignored, which have a valid label, and labels that can be compared."""
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)
     info = np.iinfo(labels.dtype)
-    ignored = jnp.zeros_like(labels, bool)
+    counted = jnp.ones_like(labels, bool)
     if ignore_index is not None and info.min <= ignore_index <= info.max:
-        ignored = labels == ignore_index
-    valid = (labels >= 0) & (labels < size)
-    return ignored, valid, jnp.where(valid, labels, -1).astype(jnp.int32)
+        counted = labels != ignore_index
+    valid = (labels >= 0) & (labels < options.columns)
+    label = jnp.where(valid, labels, -1).astype(jnp.int32)
+    weights = jnp.where(counted, jnp.where(valid, 1, jnp.nan), 0).astype(statistics_type(h, w))
+    if reduction == "mean":
+        weights /= jnp.maximum(1, counted.sum())
+    if axis_name is None and reduction != "none":
+        return weighted_loss(h, w, bias, label, weights, options)
+    if axis_name is None:
+        of_rows = statistics(h, w, bias, label, options)
+    else:
+        label = label - lax.axis_index(axis_name) * w.shape[1]
+        lse, *sums = statistics(h, w, bias, label, options)
+        of_rows = [_logsumexp_over(axis_name, lse), *(lax.psum(x, axis_name) for x in sums)]
+    losses = weighted(weights, row_losses(options, *of_rows))
+    return losses if reduction == "none" else losses.sum()
 
 
 def _logsumexp_over(axis_name: str | tuple[str, ...], lse: Array) -> Array:
