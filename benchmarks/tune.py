@@ -6,7 +6,6 @@ import argparse
 import sys
 
 from benchmarks.calls.case import Case
-from benchmarks.calls.row import Row
 from benchmarks.suites.suite import SuiteError, load_suite
 from jax_tilekern.cli.product_call import ProductCall, ProductCallError
 from jax_tilekern.cli.tune import add_tuning_arguments, tune_calls
@@ -31,13 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     if suite.operation != "matmul":
         raise SuiteError(f"suite {suite.name} has no products, but {suite.operation}")
     rows = (suite.matching(arguments.rows) if arguments.rows else suite).rows
+    calls = [ProductCall(row.name, Case.of(row).ours, row.structs) for row in rows]
     try:
-        return tune_calls([product_call(row) for row in rows], arguments)
+        return tune_calls(calls, arguments)
     except ProductCallError as error:
         print(error, file=sys.stderr)
         return 2
-
-
-def product_call(row: Row) -> ProductCall:
-    """Return the library's call of a row."""
-    return ProductCall(row.name, Case.of(row).ours, row.structs)

@@ -69,13 +69,12 @@ def test_tunes_and_says_what_came_of_it(capsys, meter, monkeypatch, tmp_path):
     # A kernel that never ends would not let go of the GPU.
     assert deadlines == [310.0] * 3
     assert meter[:2] == ["bf16 512x512x512 NN -> bfloat16", "f16 4x64x64x64 NT -> float16"]
-    assert "1/3  bf16 512x512x512 NN -> bfloat16" in out
-    assert "    a: wrong: 1 from XLA's result" in out
-    assert "Tuned for NVIDIA H100" in out
-    assert "xla" in out
-    assert "The model's choices reach 0." in out
-    assert "NVIDIA-H100-80GB-HBM3.json" in out
-    assert f"2 choices written to {tmp_path / 'all.json'}" in out
+    for text in (
+        "1/3  bf16 512x512x512 NN -> bfloat16", "    a: wrong: 1 from XLA's result", "nothing ran",
+        "Tuned for NVIDIA H100", "xla", "The model's choices reach 0.", "Stored in ",
+        f"2 choices written to {tmp_path / 'all.json'}",
+    ):  # fmt: skip
+        assert text in out
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_what_was_measured_before_an_end_is_kept(
         assert main(["tune", *products]) == status
     out = capsys.readouterr().out
     assert message in out
-    assert "NVIDIA-H100-80GB-HBM3.json" in out
+    assert "Stored in " in out
     assert main(["tune", *products]) == 0
     assert len(meter) == 3
     assert capsys.readouterr().out.count("(known)") == 1

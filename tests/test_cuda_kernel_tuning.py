@@ -71,7 +71,7 @@ def choose(store, function, *args, winner="block=128, items=2"):
     """Store a choice for every call of a kernel in a function."""
     for call in tuning.problems_of(function, *args):
         times = {winner: 1.0}
-        store.put(call, H100, TunedChoice(winner, winner, times, "", call.digest, "", ""))
+        store.put(call, H100, TunedChoice(winner, winner, times, "", call.digest))
 
 
 def test_a_choice_is_followed(store):

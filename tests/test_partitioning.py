@@ -226,8 +226,8 @@ def test_tuned_choices_are_part_of_the_text():
     with jtk.gpu_target("sm_90") as gpu:
         for winner in ("a", "b"):
             choices = TunedChoices(None)
-            choice = TunedChoice(winner, "a", {"a": 1.0, "b": 2.0}, "", "", "", "")
-            choices._of(gpu.name)["product"] = choice
+            choice = TunedChoice(winner, "a", {"a": 1.0, "b": 2.0}, "", "")
+            choices.add(gpu.name, {"product": choice})
             with using(choices):
                 texts.append(_text(operation, "cuda", {}))
     assert texts[0] != texts[1]

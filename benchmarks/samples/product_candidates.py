@@ -16,7 +16,13 @@ from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.tuned import XLA
-from jax_tilekern.tuning.product_timing import ArrayProduct, Side, faults, plan_of
+from jax_tilekern.tuning.product_timing import (
+    ArrayProduct,
+    Side,
+    faults,
+    plan_of,
+    tolerance_of,
+)
 from jax_tilekern.tuning.random_operands import Operands
 from jax_tilekern.tuning.tuner import products_of
 
@@ -101,7 +107,7 @@ class ProductCandidates:
         with jax.enable_x64(self._is_wide):
             if self.by_xla is None:
                 self._compile_check()  # It failed in its thread, and raises here.
-            wrong = faults({XLA: self.by_xla} | self.sides, operands, self.product)
+            wrong = faults({XLA: self.by_xla} | self.sides, operands, tolerance_of(self.product))
         self.failures |= wrong
         self.sides = {key: side for key, side in self.sides.items() if key not in wrong}
 

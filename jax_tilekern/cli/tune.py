@@ -63,12 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 def tune_calls(calls: Sequence[ProductCall], arguments: argparse.Namespace) -> int:
     """Tune the products of ``calls`` and return the exit status: 1 if one failed.
 
-    Parameters
-    ----------
-    calls
-        Those whose products no kernel computes are named and left out.
-    arguments
-        What :func:`add_tuning_arguments` declares.
+    Calls whose products no kernel computes are named and left out. ``arguments`` are those of
+    :func:`add_tuning_arguments`.
 
     Raises
     ------
@@ -82,7 +78,7 @@ def tune_calls(calls: Sequence[ProductCall], arguments: argparse.Namespace) -> i
     if not calls and arguments.export is None:
         raise ProductCallError("nothing to tune: name a product, such as 'matmul bf16 512x512x512'")
     gpu = tuner.gpu_to_measure()
-    products = _products(calls)
+    products = list(dict.fromkeys(product for call in calls for product in _products(call)))
     done: list[tuner.TunedProduct] = []
     status = 0
     try:
@@ -90,9 +86,8 @@ def tune_calls(calls: Sequence[ProductCall], arguments: argparse.Namespace) -> i
             print(f"{number}/{len(products)}  {tuner.short_name(product)}", flush=True)
             limit = _LONGEST_PRODUCT + 10 * arguments.seconds
             faulthandler.dump_traceback_later(limit, exit=True, file=_STDERR)
-            done += tuner.tune_products(
-                [product], gpu, seconds=arguments.seconds, force=arguments.force
-            )
+            options = {"seconds": arguments.seconds, "force": arguments.force}
+            done += tuner.tune_products([product], gpu, **options)
             for key, why in done[-1].failures.items():
                 print(f"    {key}: {why}")
     except KeyboardInterrupt:
@@ -107,23 +102,20 @@ def tune_calls(calls: Sequence[ProductCall], arguments: argparse.Namespace) -> i
         faulthandler.cancel_dump_traceback_later()
     if done:
         print(f"Tuned for {gpu.name}", tuner.Tuning(done), sep="\n")
-        print(f"Stored in {current_choices().file(gpu)}.")
+        print(f"Stored in {current_choices().folder}.")
     if arguments.export is not None:
         count = tuner.export(arguments.export, gpu)
         print(f"{count} choices written to {arguments.export}.")
     return status or int(any(row.choice is None for row in done))
 
 
-def _products(calls: Sequence[ProductCall]) -> list[Product]:
-    """Return the products that kernels can compute, each once; say which calls have none."""
-    found: list[Product] = []
-    for call in calls:
-        with call.types_enabled():
-            try:
-                products = tuner.products_of(call.function, *call.operands)
-            except (TypeError, ValueError) as error:
-                raise ProductCallError(f"{call.name!r}: {error}") from error
-        if not products:
-            print(f"{call.name}: no kernel computes it, so it is XLA's", file=sys.stderr)
-        found += products
-    return list(dict.fromkeys(found))
+def _products(call: ProductCall) -> list[Product]:
+    """Return the products of a call that kernels can compute; say if there are none."""
+    with call.types_enabled():
+        try:
+            products = tuner.products_of(call.function, *call.operands)
+        except (TypeError, ValueError) as error:
+            raise ProductCallError(f"{call.name!r}: {error}") from error
+    if not products:
+        print(f"{call.name}: no kernel computes it, so it is XLA's", file=sys.stderr)
+    return products

@@ -1,9 +1,9 @@
 """Autotuned choices of kernels, which plans follow instead of the cost model.
 
-They are stored in one JSON file per GPU model, in the user's data folder and not in a cache: they
-cost minutes of a GPU, and nothing measures them again by itself. They are advice: an entry that is
-no longer valid is ignored with one warning. An entry remains when the kernels change (it has the
-digest of those that were measured), until the product is tuned again.
+They are stored in JSON files, one for each choice, in the user's data folder and not in a cache:
+they cost minutes of a GPU, and nothing measures them again by itself. They are advice: an entry
+that is no longer valid is ignored with one warning. An entry remains when the kernels change (it
+has the digest of those that were measured), until the product is tuned again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import functools
 import hashlib
 import json
 import math
+import os
 import re
 import threading
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -31,21 +32,13 @@ from jax_tilekern.files import replace_text
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.scope import Setting, scoped
 
 # The winner where no kernel was faster than XLA's product. No candidate has this key.
 XLA = "xla"
 _SCHEMA = 1
-
-
-class Tunable(Protocol):
-    """What has a choice besides products: a call of a user's kernel."""
-
-    @property
-    def text(self) -> str:
-        """The text under which its choice is stored."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +58,6 @@ class TunedChoice:
         What the times are, for example ``"device time"``.
     digest
         Of the kernels and the planners, which tells whether it was measured with these.
-    versions
-        Of this package and of JAX, for people.
-    date
-        When, in ISO format.
     """
 
     winner: str
@@ -76,8 +65,6 @@ class TunedChoice:
     microseconds: Mapping[str, float] = field(hash=False)
     method: str
     digest: str
-    versions: str
-    date: str
 
     def __post_init__(self) -> None:
         if not all(0 < time < math.inf for time in self.microseconds.values()):
@@ -92,8 +79,10 @@ class TunedChoice:
         return None if model is None else self.microseconds[self.winner] / model
 
 
-def _text(what: Product | Tunable) -> str:
-    return product_text(what) if isinstance(what, Product) else what.text
+def text_of(what: Any) -> str:
+    """Return the text under which the choice of a product, or of a call of a kernel, is stored."""
+    text: str = product_text(what) if isinstance(what, Product) else what.text
+    return text
 
 
 def product_text(product: Product) -> str:
@@ -134,72 +123,54 @@ class TunedChoices:
     Parameters
     ----------
     folder
-        Where the files are, one a GPU model; ``None`` keeps choices in memory alone.
+        Where the files are; ``None`` keeps choices in memory alone.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+        self.folder = folder
         self._lock = threading.RLock()
         self._models: dict[str, dict[str, TunedChoice]] = {}
         # How often choices were added.
         self.changes = 0
 
-    def file(self, gpu: Gpu) -> Path | None:
-        """Return the file of a GPU model, which need not exist."""
-        return self._file(gpu.name)
-
-    def find(self, what: Product | Tunable, gpu: Gpu) -> TunedChoice | None:
+    def find(self, what: Any, gpu: Gpu) -> TunedChoice | None:
         """Return the choice for a product or a call, if it has been tuned."""
-        return self._of(gpu.name).get(_text(what))
+        return self.of(gpu.name).get(text_of(what))
 
-    def put(self, what: Product | Tunable, gpu: Gpu, choice: TunedChoice) -> None:
-        """Store a choice, beside those that other processes have stored meanwhile."""
-        new = {_text(what): choice}
-        self._add(gpu.name, new)
-        path = self.file(gpu)
-        if path is not None:
-            _merge(path, gpu.name, new)
+    def put(self, what: Any, gpu: Gpu, choice: TunedChoice) -> None:
+        """Store a choice; one warning if its file cannot be written."""
+        text = text_of(what)
+        self.add(gpu.name, {text: choice})
+        if self.folder is None:
+            return
+        name = f"{_slug(gpu.name)}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        try:
+            _write(self.folder / name, gpu.name, {text: choice})
+        except OSError as error:
+            warnings.warn(
+                f"jax_tilekern cannot keep tuned choices in {self.folder} ({error}); this process "
+                "has them alone",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def digest(self, gpu: Gpu) -> str:
         """Return a digest of the choices of a GPU model."""
-        winners = {name: choice.winner for name, choice in dict(self._of(gpu.name)).items()}
+        winners = {name: choice.winner for name, choice in self.of(gpu.name).items()}
         return hashlib.sha256(json.dumps(winners, sort_keys=True).encode()).hexdigest()[:16]
 
-    def load(self, path: Path) -> int:
-        """Add the choices of a file, ahead of those in the folder; return their number.
-
-        Raises
-        ------
-        OSError
-            If it cannot be read.
-        ValueError
-            If it is not a file of tuned choices.
-        """
-        model, found = _read(path)
-        self._add(model, found)
-        return len(found)
-
-    def export(self, path: Path, gpu: Gpu) -> int:
-        """Write the choices of a GPU model to a file; return their number."""
-        found = dict(self._of(gpu.name))
-        _write(path, gpu.name, found)
-        return len(found)
-
-    def _add(self, model: str, new: Mapping[str, TunedChoice]) -> None:
+    def add(self, model: str, new: Mapping[str, TunedChoice]) -> None:
+        """Add choices of a GPU model, ahead of those in the folder, in memory alone."""
         with self._lock:
-            self._of(model).update(new)
+            self._models[model] = {**self.of(model), **new}
             self.changes += 1
 
-    def _of(self, model: str) -> dict[str, TunedChoice]:
+    def of(self, model: str) -> Mapping[str, TunedChoice]:
+        """Return the choices of a GPU model, by text."""
         with self._lock:
             if model not in self._models:
-                self._models[model] = _read_or_warn(self._file(model), model)
+                self._models[model] = _read_folder(self.folder, model)
             return self._models[model]
-
-    def _file(self, model: str) -> Path | None:
-        if self._folder is None:
-            return None
-        return self._folder / f"{re.sub('[^A-Za-z0-9.]+', '-', model)}.json"
 
 
 @functools.cache
@@ -225,6 +196,45 @@ def using(choices: _Choices) -> Iterator[_Choices]:
     """
     with _current(choices):
         yield choices
+
+
+def export(path: str | os.PathLike[str], gpu: Gpu | None = None) -> int:
+    """Write the tuned choices of a GPU model to a file, to ship them; return their number.
+
+    Parameters
+    ----------
+    path
+        The JSON file.
+    gpu
+        The GPU model; by default the one that plans are made for.
+    """
+    gpu = current_gpu() if gpu is None else gpu
+    found = current_choices().of(gpu.name)
+    _write(Path(path), gpu.name, found)
+    return len(found)
+
+
+def load(path: str | os.PathLike[str]) -> int:
+    """Make plans of this process follow the choices that :func:`export` wrote; return their number.
+
+    They take precedence over choices that were tuned on this machine, so that every process that
+    loads a file makes the same plans. Choices for other GPU models have no effect.
+
+    Parameters
+    ----------
+    path
+        The file.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError
+        If it is not a file of tuned choices.
+    """
+    model, found = _read(Path(path))
+    current_choices().add(model, found)
+    return len(found)
 
 
 _by_digest: dict[str, TunedChoices] = {}
@@ -256,11 +266,11 @@ class _RecordedProducts(TunedChoices):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.products: list[Product | Tunable] = []
+        self.products: list[Any] = []
 
-    def find(self, what: Product | Tunable, gpu: Gpu) -> TunedChoice:
+    def find(self, what: Any, gpu: Gpu) -> TunedChoice:
         self.products.append(what)
-        return TunedChoice(XLA, XLA, {XLA: 1.0}, method="", digest="", versions="", date="")
+        return TunedChoice(XLA, XLA, {XLA: 1.0}, method="", digest="")
 
     def digest(self, gpu: Gpu) -> str:
         # Unlike that of other choices that are empty, see tuned_digest().
@@ -268,7 +278,7 @@ class _RecordedProducts(TunedChoices):
 
 
 @contextlib.contextmanager
-def recorded_products() -> Iterator[list[Product | Tunable]]:
+def recorded_products() -> Iterator[list[Any]]:
     """Collect the products that are planned inside the context, and plan none of them.
 
     Calls of users' kernels that have parameters to tune are collected too.
@@ -319,51 +329,33 @@ def _read(path: Path) -> tuple[str, dict[str, TunedChoice]]:
         whole = json.loads(content)
         if whole["schema"] != _SCHEMA:
             raise ValueError(f"it has schema {whole['schema']}, and this version reads {_SCHEMA}")
-        choices = {name: TunedChoice(**entry) for name, entry in whole["choices"].items()}
-        return str(whole["gpu"]), choices
+        # Files of earlier versions have more fields.
+        return str(whole["gpu"]), {
+            name: TunedChoice(*(entry[x.name] for x in dataclasses.fields(TunedChoice)))
+            for name, entry in whole["choices"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a file of tuned choices: {error!r}") from error
 
 
-def _read_or_warn(path: Path | None, model: str) -> dict[str, TunedChoice]:
-    """Return the choices of a file, or none where it is broken, which is worth one warning."""
-    try:
-        named, found = (model, {}) if path is None else _read(path)
-        if named != model:
-            raise ValueError(f"{path} is of {named}, not of {model}")
-        return found
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        warnings.warn(f"jax_tilekern ignores {error}", RuntimeWarning, stacklevel=2)
-        return {}
+def _read_folder(folder: Path | None, model: str) -> dict[str, TunedChoice]:
+    """Return the choices of a GPU model; a broken file is worth one warning."""
+    found: dict[str, TunedChoice] = {}
+    # A file of all choices, as earlier versions wrote, comes before those of one choice.
+    paths = [] if folder is None else sorted(folder.glob(f"{_slug(model)}*.json"), reverse=True)
+    for path in paths:
+        try:
+            named, choices = _read(path)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"jax_tilekern ignores {error}", RuntimeWarning, stacklevel=2)
+            continue
+        if named == model:
+            found |= choices
+    return found
 
 
-def _merge(path: Path, model: str, new: Mapping[str, TunedChoice]) -> None:
-    """Put choices into a file, unless it cannot be written, which is worth one warning."""
-    # Imported here, because only tuning writes, and importing the package must stay fast.
-    import filelock
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may not change the file between its reading and its writing.
-        with filelock.FileLock(path.with_suffix(".lock")):
-            found: dict[str, TunedChoice] = {}
-            try:
-                _, found = _read(path)
-            except FileNotFoundError:
-                pass
-            except ValueError:
-                # Perhaps of a newer version of this package; see _read_or_warn().
-                path.replace(path.with_suffix(".json.unread"))
-            _write(path, model, {**found, **new})
-    except OSError as error:
-        warnings.warn(
-            f"jax_tilekern cannot keep tuned choices in {path} ({error}); this process has them "
-            "alone",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def _slug(model: str) -> str:
+    return re.sub("[^A-Za-z0-9.]+", "-", model)
 
 
 def _write(path: Path, model: str, choices: Mapping[str, TunedChoice]) -> None:

@@ -1,4 +1,4 @@
-"""Times of the ways to compute one product: candidates' plans, and XLA's own, side by side."""
+"""Times of the ways to compute one product, or one call of a user's kernel, side by side."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from jax import Array
 from jax_tilekern.compilation.nvrtc import CompileError
 from jax_tilekern.interop import compat, ffi, global_modes
 from jax_tilekern.interop.compat import mlir
+from jax_tilekern.ops.kernel_tuning import TunableCall
 from jax_tilekern.ops.labelled_operands import product_by_lax
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.contraction import Contraction, Labels
@@ -36,12 +37,12 @@ _MOST_CALLS = 50
 
 
 class Measured(NamedTuple):
-    """Times of the ways to compute one product.
+    """Times of the ways to compute one product or call.
 
     Attributes
     ----------
     microseconds
-        By key; XLA's own product has :data:`XLA`.
+        By key; XLA's own product, or the reference of a kernel, has :data:`XLA`.
     failures
         Why the others have no time: they could not be planned, failed, or were wrong.
     method
@@ -89,21 +90,14 @@ class _Array(NamedTuple):
     def of(
         cls, labels: Sequence[int], sizes: Sequence[int], strides: Sequence[int], dtype: Any
     ) -> _Array:
-        """Return the array that a product sees by strides.
-
-        Raises
-        ------
-        ValueError
-            If there is none without gaps.
-        """
+        """Return the array that a product sees by strides; ValueError if it has gaps."""
         # A dimension of size 1, or one that is broadcast, is not a dimension of the array.
-        dims = [
-            dim for dim in zip(strides, sizes, labels, strict=True) if dim[0] > 0 and dim[1] > 1
-        ]
-        dims.sort(reverse=True)
+        dims = sorted(
+            (x for x in zip(strides, sizes, labels, strict=True) if x[0] > 0 and x[1] > 1),
+            reverse=True,
+        )
         shape = tuple(size for _, size, _ in dims)
-        dense = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        if tuple(stride for stride, _, _ in dims) != dense:
+        if any(stride != math.prod(shape[i + 1 :]) for i, (stride, _, _) in enumerate(dims)):
             raise ValueError(f"sizes {tuple(sizes)} with strides {tuple(strides)} have gaps")
         return cls(tuple(label for _, _, label in dims), shape, dtype)
 
@@ -189,7 +183,32 @@ def _key(seed: int) -> Array:
     return jax.random.key(seed, impl="unsafe_rbg")
 
 
-Side = Callable[[Array, Array], Array]
+# Returns an array, or a sequence of them.
+Side = Callable[..., Any]
+
+# The root mean square by which two results may differ, besides the rounding of the result. Other
+# arithmetics accumulate in float32. XLA's own float32 emulation may be no better than TF32.
+_TOLERANCES = {
+    "tf32": 2e-3,
+    "f32_emulated": 2e-3,
+    "fp8": 5e-3,
+    "fp8_fast": 1e-2,
+    "f64": 1e-12,
+}
+_FLOAT32_TOLERANCE = 1e-4
+_TOLERANCE_OF_CALLS = 1e-2
+# A single one of some hundred million elements may differ by this multiple of it.
+_DEVIATION = 32
+# Accepts JAX's types as well as numpy's, and has no type annotations.
+_finfo: Callable[[Any], Any] = jnp.finfo
+
+
+def tolerance_of(product: Product) -> float:
+    """Return the root mean square by which two results of a product may differ."""
+    tolerance = _TOLERANCES.get(product.arithmetic, _FLOAT32_TOLERANCE)
+    if jnp.issubdtype(product.out_dtype, jnp.floating):
+        tolerance += float(_finfo(product.out_dtype).eps)
+    return tolerance
 
 
 def measure(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: float) -> Measured:
@@ -211,37 +230,75 @@ def measure(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: flo
     RuntimeError
         If the device no longer responds.
     """
+    with jax.enable_x64(any(dtype.itemsize == 8 for dtype in product.dtypes)):
+        problem = ArrayProduct.of(product)
+        sides: dict[str, Side] = {XLA: problem.by_xla}
+        failures: dict[str, str] = {}
+        # NVRTC compiles several kernels at a time.
+        with ThreadPoolExecutor() as pool:
+            plans = pool.map(functools.partial(plan_of, gpu=gpu), found)
+            for candidate, plan in zip(found, plans, strict=True):
+                if isinstance(plan, str):
+                    failures[candidate.key] = plan
+                else:
+                    sides[candidate.key] = functools.partial(problem.by_plan, plan)
+        tolerance = tolerance_of(product)
+        return _side_by_side(sides, failures, problem.operands, tolerance, gpu, seconds)
+
+
+def measure_call(
+    call: TunableCall, operands: Sequence[Any] | None, gpu: Gpu, seconds: float
+) -> Measured:
+    """Measure a call of a user's kernel with each choice, and its reference, side by side.
+
+    Parameters are those of :func:`measure`, but for the operands: by default random floats, and
+    integers that are 0, since they may be indices.
+    """
+
+    def operands_of(seed: int) -> Operands:
+        if operands is not None:
+            return tuple(jnp.array(x) for x in operands)
+        keys = jax.random.split(jax.random.key(seed), max(1, len(call.types)))
+        return tuple(
+            random_array(key, *x) if jnp.issubdtype(x[1], jnp.inexact) else jnp.zeros(*x)
+            for key, x in zip(keys, call.types, strict=False)
+        )
+
+    with jax.enable_x64(call.use.parameters.modes.x64):
+        meant = {} if call.reference is None else {XLA: call.reference}
+        sides = meant | call.sides()
+        return _side_by_side(sides, {}, operands_of, _TOLERANCE_OF_CALLS, gpu, seconds)
+
+
+def _side_by_side(
+    sides: Mapping[str, Side],
+    failures: Mapping[str, str],
+    operands_of: Callable[[int], Operands],
+    tolerance: float,
+    gpu: Gpu,
+    seconds: float,
+) -> Measured:
+    """Time those of the sides that are right."""
+    sides = {key: jax.jit(side) for key, side in sides.items()}
     try:
-        with jax.enable_x64(any(dtype.itemsize == 8 for dtype in product.dtypes)):
-            problem = ArrayProduct.of(product)
-            sides: dict[str, Side] = {XLA: jax.jit(problem.by_xla)}
-            failures: dict[str, str] = {}
-            # NVRTC compiles several kernels at a time.
-            with ThreadPoolExecutor() as pool:
-                plans = pool.map(functools.partial(plan_of, gpu=gpu), found)
-                for candidate, plan in zip(found, plans, strict=True):
-                    if isinstance(plan, str):
-                        failures[candidate.key] = plan
-                    else:
-                        sides[candidate.key] = jax.jit(functools.partial(problem.by_plan, plan))
-            operands = problem.operands(0)
-            failures |= faults(sides, operands, product)
-            # All sides share one rotation; otherwise a side would find the operands of the
-            # preceding one in L2.
-            rotation = itertools.cycle(beyond_cache(operands, problem.operands, gpu.l2_bytes))
-            calls = {
-                key: lambda side=side: side(*next(rotation))
-                for key, side in sides.items()
-                if key not in failures
-            }
-            return timed(calls, failures, seconds)
+        operands = operands_of(0)
+        failures = {**failures, **faults(sides, operands, tolerance)}
+        # All sides share one rotation; otherwise a side would find the operands of the preceding
+        # one in L2.
+        rotation = itertools.cycle(beyond_cache(operands, operands_of, gpu.l2_bytes))
+        calls = {
+            key: lambda side=side: side(*next(rotation))
+            for key, side in sides.items()
+            if key not in failures
+        }
+        return timed(calls, failures, seconds)
     # The operands may exceed the memory; the next product may be smaller.
     except RuntimeError as error:
-        require_device()
+        _require_device()
         return Measured({}, {"measuring": f"failed: {error}"}, "nothing")
 
 
-def require_device() -> None:
+def _require_device() -> None:
     """Raise RuntimeError if the device does not compute, as after a fault in a kernel."""
     ready(jnp.zeros(8) + 1)
 
@@ -254,50 +311,35 @@ def plan_of(candidate: Candidate, gpu: Gpu) -> LaunchPlan | str:
         return f"cannot be planned: {error}"
 
 
-def faults(sides: Mapping[str, Side], operands: Operands, product: Product) -> dict[str, str]:
-    """Run each side once; return those that fail or differ from the first that runs, XLA's."""
+def faults(sides: Mapping[str, Side], operands: Operands, tolerance: float) -> dict[str, str]:
+    """Run each side once; return those that fail or differ from the first that runs."""
     found: dict[str, str] = {}
-    expected: Array | None = None
+    expected: Any = None
     for key, side in sides.items():
         try:
             result = ready(side(*operands))
             expected = result if expected is None else expected
-            wrong = _wrong(result, expected, product)
+            pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+            wrong = next(filter(None, (_wrong(*pair, tolerance) for pair in pairs)), None)
         # One side's lack of memory or bug must not keep the others from being measured.
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             wrong = f"failed: {error}"
-            require_device()
+            _require_device()
         if wrong:
             found[key] = wrong
     return found
 
 
-# The root mean square by which two results may differ, besides the rounding of the result. Other
-# arithmetics accumulate in float32. XLA's own float32 emulation may be no better than TF32.
-_TOLERANCES = {
-    "tf32": 2e-3,
-    "f32_emulated": 2e-3,
-    "fp8": 5e-3,
-    "fp8_fast": 1e-2,
-    "f64": 1e-12,
-    "int8": 0.0,
-}
-_FLOAT32_TOLERANCE = 1e-4
-# A single one of some hundred million elements may differ by this multiple of it.
-_DEVIATION = 32
-# Accepts JAX's types as well as numpy's, and has no type annotations.
-_finfo: Callable[[Any], Any] = jnp.finfo
-
-
-def _wrong(result: Array, expected: Array, product: Product) -> str | None:
-    tolerance = _TOLERANCES.get(product.arithmetic, _FLOAT32_TOLERANCE)
-    if jnp.issubdtype(product.out_dtype, jnp.floating):
-        tolerance += float(_finfo(product.out_dtype).eps)
+def _wrong(result: Array, expected: Array, tolerance: float) -> str | None:
+    if not result.size:
+        return None
     typical, most = map(float, differences(result, expected))
+    if not jnp.issubdtype(result.dtype, jnp.inexact):
+        tolerance = 0.0
     # Comparisons with NaN are false, so a NaN is wrong.
     if typical <= tolerance and most <= _DEVIATION * tolerance:
         return None
-    return f"wrong: {typical:.1e} from XLA's result in root mean square, {most:.1e} at most"
+    return f"wrong: {typical:.1e} from the first result in root mean square, {most:.1e} at most"
 
 
 @jax.jit

@@ -45,6 +45,6 @@ def beyond_cache(
     l2_bytes
         Size of the GPU's L2.
     """
-    size = sum(operand.nbytes for operand in operands)
+    size = max(1, sum(operand.nbytes for operand in operands))
     copies = min(_MOST_COPIES, max(2, math.ceil(_CACHES * l2_bytes / size)))
     return [operands, *(operands_of(seed) for seed in range(1, copies))]

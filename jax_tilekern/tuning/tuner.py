@@ -1,20 +1,17 @@
 """Tuning: a product's kernels are measured once, and the fastest is chosen from then on.
 
-A file for each GPU model stores the choices, and later plans follow it; see ``plans/tuned.py``. JAX
+Files store the choices, and later plans follow them; see ``plans/tuned.py``. JAX
 caches functions that it has lowered already: they change with :func:`jax.clear_caches` or in the
 next process.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import hashlib
-import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,11 +32,13 @@ from jax_tilekern.plans.tuned import (
     TunedChoice,
     TunedChoices,
     current_choices,
+    export,
+    load,
     recorded_products,
+    text_of,
     using,
 )
-from jax_tilekern.tuning.kernel_timing import measure_call
-from jax_tilekern.tuning.product_timing import Measured, measure
+from jax_tilekern.tuning.product_timing import Measured, measure, measure_call
 
 __all__ = ["TunedChoices", "TunedProduct", "Tuning", "export", "load", "tune", "using"]
 
@@ -48,37 +47,24 @@ Problem = Product | TunableCall
 # Candidates within this factor of the fastest are equally good. Among them the model's choice comes
 # first, and XLA's own product last.
 _AS_GOOD = 1.01
-
-
-# Products to tune
+# So many candidates are measured, the best by the cost model, and the best of other families.
+_MEASURED = 8
 
 
 def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Product]:
     """Return the products in ``function`` that kernels can compute, each once.
 
-    The function is traced and lowered for the GPU to plan for, not executed.
-
-    Parameters
-    ----------
-    function
-        Any function of arrays, jitted or not.
-    *args, **kwargs
-        Its arguments, as for :func:`jax_tilekern.explain`.
+    The function is traced and lowered for the GPU to plan for, not executed. Its arguments are
+    those of :func:`jax_tilekern.explain`.
     """
     return [x for x in problems_of(function, *args, **kwargs) if isinstance(x, Product)]
 
 
 def problems_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
-    """Return what can be tuned in ``function``, each once: also calls of users' kernels.
-
-    Parameters are those of :func:`products_of`.
-    """
+    """Return what can be tuned in ``function``, each once: also calls of users' kernels."""
     with recorded_products() as recorded:
         traced(function, args, kwargs).lower(lowering_platforms=("cuda",))
-    found: dict[Any, Any] = {}
-    for problem in recorded:
-        found.setdefault(problem if isinstance(problem, Product) else problem.text, problem)
-    return list(found.values())
+    return list({text_of(problem): problem for problem in reversed(recorded)}.values())[::-1]
 
 
 def short_name(product: Problem) -> str:
@@ -90,9 +76,6 @@ def short_name(product: Problem) -> str:
     lhs = "N" if geometry.lhs_strides[-1] == 1 else "T"
     rhs = "N" if geometry.rhs_strides[-1] == 1 else "T"
     return f"{product.arithmetic} {sizes} {lhs}{rhs} -> {product.out_dtype}"
-
-
-# Results
 
 
 @dataclass(frozen=True)
@@ -154,16 +137,11 @@ class Tuning(tuple[TunedProduct, ...]):
         )
 
 
-# Tuning
-
-
 def tune(
     function: Callable[..., Any],
     *args: Any,
     seconds: float = 1.0,
-    top: int = 8,
     force: bool = False,
-    progress: Callable[[TunedProduct], object] | None = None,
     **kwargs: Any,
 ) -> Tuning:
     """Measure which kernel is the fastest for each of the library's products in ``function``.
@@ -184,18 +162,14 @@ def tune(
         Its arguments: arrays or ``jax.ShapeDtypeStruct``.
     seconds
         Time to measure each product, besides compilation.
-    top
-        Number of candidates to measure, the best by the cost model.
     force
         Measure products again that were tuned with these kernels.
-    progress
-        A function that is called with the result of each product, for example ``print``. Each such
-        result is stored, even if the rest is interrupted.
 
     Returns
     -------
     Tuning
-        One :class:`TunedProduct` per product; ``print`` it for a table.
+        One :class:`TunedProduct` per product; ``print`` it for a table. Each is stored when it is
+        measured, even if the rest is interrupted.
 
     Raises
     ------
@@ -212,17 +186,11 @@ def tune(
     >>> print(jtk.tune(jtk.matmul, x, x))  # doctest: +SKIP
     """
     gpu = gpu_to_measure()
-    rows = []
-    products = problems_of(function, *args, **kwargs)
-    own = isinstance(function, CudaKernel)
-    operands = args if own and all(hasattr(x, "nbytes") for x in args) else None
-    for row in tune_products(
-        products, gpu, seconds=seconds, top=top, force=force, operands=operands
-    ):
-        rows.append(row)
-        if progress is not None:
-            progress(row)
-    return Tuning(rows)
+    own = isinstance(function, CudaKernel) and all(hasattr(x, "nbytes") for x in args)
+    problems = problems_of(function, *args, **kwargs)
+    return Tuning(
+        tune_products(problems, gpu, seconds=seconds, force=force, operands=args if own else None)
+    )
 
 
 def gpu_to_measure() -> Gpu:
@@ -249,57 +217,54 @@ def gpu_to_measure() -> Gpu:
 
 
 def tune_products(
-    products: Iterable[Problem],
+    problems: Iterable[Problem],
     gpu: Gpu,
     *,
     seconds: float = 1.0,
-    top: int = 8,
     force: bool = False,
     operands: Sequence[Any] | None = None,
 ) -> Iterator[TunedProduct]:
-    """Tune products one after the other; yield each when its result is stored.
+    """Tune products and calls one after the other; yield each when its result is stored.
 
     Parameters
     ----------
-    products
-        The products.
+    problems
+        The products and calls.
     gpu
         The GPU of this machine.
-    seconds, top, force
+    seconds, force
         As for :func:`tune`.
     operands
         Of calls; random by default.
     """
     choices = current_choices()
-    for product in products:
-        digest = product.digest if isinstance(product, TunableCall) else _digest()
-        before = choices.find(product, gpu)
-        if before is not None and before.digest == digest and not force:
-            yield TunedProduct(product, before, {}, known=True)
+    for problem in problems:
+        digest = problem.digest if isinstance(problem, TunableCall) else _digest()
+        choice = choices.find(problem, gpu)
+        if choice is not None and choice.digest == digest and not force:
+            yield TunedProduct(problem, choice, {}, known=True)
             continue
-        if isinstance(product, TunableCall):
-            measured = measure_call(product, operands, gpu, seconds)
-            choice = _chosen(measured, next(iter(product.candidates())), digest, xla=False)
-            if choice is not None:
-                choices.put(product, gpu, choice)
-            yield TunedProduct(product, choice, measured.failures)
-            continue
-        found = candidates(product, gpu)
-        # Every product of products_of() has one.
-        assert not isinstance(found, NoKernel)
-        measured = measure(product, _worth_measuring(found, top), gpu, seconds)
-        choice = _chosen(measured, found[0].key, digest)
+        if isinstance(problem, TunableCall):
+            model = next(iter(problem.candidates()))
+            measured = measure_call(problem, operands, gpu, seconds)
+        else:
+            found = candidates(problem, gpu)
+            # Every product of products_of() has one.
+            assert not isinstance(found, NoKernel)
+            model = found[0].key
+            measured = measure(problem, _worth_measuring(found), gpu, seconds)
+        choice = _chosen(measured, model, digest, xla=isinstance(problem, Product))
         if choice is not None:
-            choices.put(product, gpu, choice)
-        yield TunedProduct(product, choice, measured.failures)
+            choices.put(problem, gpu, choice)
+        yield TunedProduct(problem, choice, measured.failures)
 
 
-def _worth_measuring(found: Sequence[Candidate], top: int) -> list[Candidate]:
+def _worth_measuring(found: Sequence[Candidate]) -> list[Candidate]:
     """Return the best by the model, and the best of every other family of kernels."""
     best_of_family: dict[str, Candidate] = {}
     for candidate in found:
         best_of_family.setdefault(candidate.key.split()[0], candidate)
-    best = found[: max(1, top)]
+    best = found[:_MEASURED]
     return [*best, *(candidate for candidate in best_of_family.values() if candidate not in best)]
 
 
@@ -316,8 +281,6 @@ def _chosen(measured: Measured, model: str, digest: str, *, xla: bool = True) ->
         microseconds={key: round(times[key], 3) for key in sorted(times, key=times.__getitem__)},
         method=measured.method,
         digest=digest,
-        versions=_versions(),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 
 
@@ -325,43 +288,3 @@ def _chosen(measured: Measured, model: str, digest: str, *, xla: bool = True) ->
 def _digest() -> str:
     digests = source_digests()
     return hashlib.sha256(f"{digests['cuda']} {digests['plans']}".encode()).hexdigest()[:16]
-
-
-def _versions() -> str:
-    import jax_tilekern
-
-    return f"jax_tilekern {jax_tilekern.__version__}, jax {jax.__version__}"
-
-
-def export(path: str | os.PathLike[str], gpu: Gpu | None = None) -> int:
-    """Write the tuned choices of a GPU model to a file, to ship them; return their number.
-
-    Parameters
-    ----------
-    path
-        The JSON file.
-    gpu
-        The GPU model; by default the one that plans are made for.
-    """
-    return current_choices().export(Path(path), current_gpu() if gpu is None else gpu)
-
-
-def load(path: str | os.PathLike[str]) -> int:
-    """Make plans of this process follow the choices that :func:`export` wrote; return their number.
-
-    They take precedence over choices that were tuned on this machine, so that every process that
-    loads a file makes the same plans. Choices for other GPU models have no effect.
-
-    Parameters
-    ----------
-    path
-        The file.
-
-    Raises
-    ------
-    OSError
-        If it cannot be read.
-    ValueError
-        If it is not a file of tuned choices.
-    """
-    return current_choices().load(Path(path))
