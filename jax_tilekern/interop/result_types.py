@@ -7,7 +7,7 @@ operands', the traced sizes may be others: equal ones stay equal, and 0 and 1 st
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax_tilekern.interop import compat
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 
 
-def product_type(function: Callable[..., Any], *args: Any, **options: Hashable) -> Any:
+def product_type(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Return the abstract value of one of JAX's products at the user's own arguments.
 
     Its exceptions are JAX's.
