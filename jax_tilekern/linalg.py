@@ -5,7 +5,8 @@ most of the arithmetic of large ones. Everything else is JAX's own function, and
 :func:`jax_tilekern.explain` states the reason.
 
 The module has every name of :mod:`jax.numpy.linalg`, and of :mod:`jax.scipy.linalg` those that the
-former lacks. A name that is not in ``__all__`` is JAX's own function, or a product of the library.
+former lacks. A name that is not in ``__all__`` is a product of the library, or JAX's function with
+the library's products and decompositions as its parts.
 """
 
 from __future__ import annotations
@@ -19,21 +20,25 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_tilekern.interop import compat, outcomes
+from jax_tilekern.interop import compat
 from jax_tilekern.interop.custom_rules import custom_jvp
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp, jsp_linalg, lax
-from jax_tilekern.interop.outcomes import record_traced_choice
 from jax_tilekern.ops import decompositions, matrices, matrix_functions
+from jax_tilekern.ops.jax_matrices import (
+    composed,
+    is_left_to_jax,
+    refusal_of_decomposition,
+    refusal_of_square,
+)
 from jax_tilekern.ops.matmul import matmul as matmul
-from jax_tilekern.ops.matrix_kernels import has_solve_kernel, refusal, refusal_to_decompose
+from jax_tilekern.ops.matrix_kernels import has_solve_kernel, refusal
 from jax_tilekern.ops.newton_schulz import newton_schulz
 from jax_tilekern.ops.tensor_products import multi_dot as multi_dot
 from jax_tilekern.ops.tensor_products import tensordot as tensordot
 from jax_tilekern.ops.tensor_products import vecdot as vecdot
 from jax_tilekern.partitioning.explicit import split_alike
 from jax_tilekern.partitioning.rule import Dims
-from jax_tilekern.plans.policy import why_excluded
 
 if TYPE_CHECKING:  # What __getattr__ returns.
     from jax.numpy.linalg import (  # isort: skip
@@ -66,11 +71,12 @@ Result = TypeVar("Result")
 
 if not TYPE_CHECKING:  # A checker reports unknown names.
 
+    @functools.cache
     def __getattr__(name: str) -> Any:
-        """Return JAX's own function."""
+        """Return JAX's function of the library's parts."""
         for module in _MODULES:
             if not name.startswith("_") and hasattr(module, name):
-                return getattr(module, name)
+                return composed(getattr(module, name))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -248,7 +254,7 @@ def lu(
         both, _, permutation = matrices.lu(a)
         return _unpacked(both, permutation, permute_l)
 
-    return _computed("lu", theirs, ours, a, refusal=_refusal_to_factor)
+    return _computed("lu", theirs, ours, a, refusal=refusal_of_square)
 
 
 @functools.partial(jax.jit, static_argnames=("overwrite_a", "check_finite"))
@@ -281,7 +287,7 @@ def lu_factor(
         factors, pivots, _ = matrices.lu(a)
         return factors, pivots
 
-    return _computed("lu_factor", jsp_linalg.lu_factor, ours, a, refusal=_refusal_to_factor)
+    return _computed("lu_factor", jsp_linalg.lu_factor, ours, a, refusal=refusal_of_square)
 
 
 @jax.jit
@@ -321,7 +327,7 @@ def slogdet(a: ArrayLike, *, method: Literal["lu", "qr"] | None = None) -> Slogd
     a
         Array of shape ``(..., n, n)``.
     method
-        ``"lu"``, which is the default, or ``"qr"``, which is JAX's own.
+        ``"lu"``, which is the default, or ``"qr"``.
 
     Returns
     -------
@@ -335,11 +341,10 @@ def slogdet(a: ArrayLike, *, method: Literal["lu", "qr"] | None = None) -> Slogd
     TypeError
         If ``a`` is not an array.
     """
-
-    def refusal(a: Array) -> str | None:
-        return "QR is JAX's own" if method == "qr" else _refusal_of_determinant(a, formulas_to=2)
-
     theirs = functools.partial(jnp.linalg.slogdet, method=method)
+    if method == "qr":
+        return SlogdetResult(*composed(theirs)(a))
+    refusal = functools.partial(_refusal_of_determinant, formulas_to=2)
     return SlogdetResult(*_computed("slogdet", theirs, _slogdet, a, refusal=refusal))
 
 
@@ -367,7 +372,7 @@ def svd(
     compute_uv
         Whether to return more than ``s``.
     hermitian
-        Whether the matrices are symmetric; then it is JAX's own function.
+        Whether the matrices are symmetric; then it follows from :func:`eigh`.
     subset_by_index
         As JAX's, whose own function it then is.
 
@@ -405,12 +410,9 @@ def svd(
         s, *bases = decompositions.svd(a, vectors=bool(compute_uv), full=bool(full_matrices))
         return (bases[0], s, bases[1]) if bases else s
 
-    def refusal(a: Array) -> str | None:
-        if hermitian or subset_by_index is not None:
-            return "svd with hermitian or subset_by_index is JAX's own"
-        return _refusal_to_decompose(a)
-
-    return _computed("svd", theirs, ours, a, refusal=refusal)
+    if hermitian or subset_by_index is not None:
+        return composed(theirs)(a)
+    return _computed("svd", theirs, ours, a, refusal=refusal_of_decomposition)
 
 
 @jax.jit
@@ -436,7 +438,7 @@ def svdvals(x: ArrayLike, /) -> Array:
     def ours(x: Array) -> Array:
         return decompositions.svd(x, vectors=False, full=False)[0]
 
-    return _computed("svdvals", jnp.linalg.svdvals, ours, x, refusal=_refusal_to_decompose)
+    return _computed("svdvals", jnp.linalg.svdvals, ours, x, refusal=refusal_of_decomposition)
 
 
 @functools.partial(jax.jit, static_argnames=("UPLO", "symmetrize_input"))
@@ -479,7 +481,7 @@ def eigh(a: ArrayLike, UPLO: str | None = None, symmetrize_input: bool = True) -
     ours = functools.partial(
         decompositions.eigh, vectors=True, lower=UPLO != "U", symmetrize=symmetrize_input
     )
-    return _computed("eigh", _of_square(theirs), ours, a, refusal=_refusal_to_decompose)
+    return _computed("eigh", _of_square(theirs), ours, a, refusal=refusal_of_decomposition)
 
 
 @functools.partial(jax.jit, static_argnames=("UPLO", "symmetrize_input"))
@@ -509,7 +511,7 @@ def eigvalsh(a: ArrayLike, UPLO: str | None = "L", *, symmetrize_input: bool = T
         lower = UPLO != "U"
         return decompositions.eigh(a, vectors=False, lower=lower, symmetrize=symmetrize_input)[0]
 
-    return _computed("eigvalsh", _of_square(theirs), ours, a, refusal=_refusal_to_decompose)
+    return _computed("eigvalsh", _of_square(theirs), ours, a, refusal=refusal_of_decomposition)
 
 
 @functools.partial(jax.jit, static_argnames=("mode",))
@@ -545,7 +547,7 @@ def qr(a: ArrayLike, mode: str = "reduced") -> Any:
         return (*q, r)
 
     def refusal(a: Array) -> str | None:
-        return "qr of mode raw is JAX's own" if mode == "raw" else _refusal_to_decompose(a)
+        return "qr of mode raw is JAX's own" if mode == "raw" else refusal_of_decomposition(a)
 
     theirs: Any = functools.partial(jnp.linalg.qr, mode=mode)
     return _computed("qr", theirs, ours, a, refusal=refusal)
@@ -569,7 +571,7 @@ def pinv(
         Singular values up to ``rtol`` times the largest count as zero; an array of the leading
         shape. By default it is ``10 * max(m, n)`` times the type's epsilon.
     hermitian
-        Whether the matrices are symmetric; then it is JAX's own function.
+        Whether the matrices are symmetric; then it follows from :func:`eigh`.
     rcond
         Another name of ``rtol``.
 
@@ -586,8 +588,11 @@ def pinv(
         If ``a`` is not an array.
     """
 
-    def theirs(a: Array) -> Array:
+    def theirs(a: ArrayLike) -> Array:
         return jnp.linalg.pinv(a, rtol, hermitian, rcond=rcond)
+
+    if hermitian:
+        return composed(theirs)(a)
 
     def ours(a: Array) -> Array:
         given = rcond if rtol is None else rtol
@@ -595,12 +600,7 @@ def pinv(
             given = 10.0 * max(a.shape[-2:]) * float(np.finfo(a.dtype).eps)
         return matrix_functions.pseudo_inverse(a, compat.as_type(given, a.dtype))
 
-    def refusal(a: Array) -> str | None:
-        if hermitian:
-            return "pinv with hermitian is JAX's own"
-        return _refusal_to_decompose(a)
-
-    return _computed("pinv", theirs, ours, a, refusal=refusal)
+    return _computed("pinv", theirs, ours, a, refusal=refusal_of_decomposition)
 
 
 @functools.partial(jax.jit, static_argnames=("upper_triangular", "max_squarings"))
@@ -634,7 +634,7 @@ def expm(A: ArrayLike, *, upper_triangular: bool = False, max_squarings: int = 1
     keywords: Any = {"upper_triangular": upper_triangular, "max_squarings": max_squarings}
     theirs = functools.partial(jsp_linalg.expm, **keywords)
     ours = functools.partial(matrix_functions.exponential, **keywords)
-    return _computed("expm", theirs, ours, A, refusal=_refusal_to_decompose)
+    return _computed("expm", theirs, ours, A, refusal=refusal_of_decomposition)
 
 
 @functools.partial(
@@ -828,14 +828,6 @@ def _refusal(a: Array) -> str | None:
     return refusal(a.shape[-1], a.dtype)
 
 
-def _refusal_to_factor(a: Array) -> str | None:
-    return "kernels are for square matrices" if a.shape[-1] != a.shape[-2] else _refusal(a)
-
-
-def _refusal_to_decompose(a: Array) -> str | None:
-    return refusal_to_decompose(a.shape, a.dtype)
-
-
 def _refusal_of_determinant(a: Array, formulas_to: int) -> str | None:
     # The size may be symbolic, which the first refusal excludes.
     why = _refusal(a)
@@ -858,14 +850,10 @@ def _computed(
     """
     types, structure = jax.tree.flatten(compat.type_of_whole(theirs, *operands))
     arrays = [_as_type(x, types[0].dtype) for x in operands]
-    why = refusal(arrays[0])
-    if why is None:
-        result: Result = jax.tree.unflatten(structure, jax.tree.leaves(ours(*arrays)))
-        return result
-    reason = why_excluded() or why
-    record_traced_choice(call, jax.typeof(arrays[0]), reason)
-    outcomes.note_fallback(call, reason)
-    result = theirs(*arrays)
+    if is_left_to_jax(call, arrays[0], refusal(arrays[0])):
+        result: Result = theirs(*arrays)
+    else:
+        result = jax.tree.unflatten(structure, jax.tree.leaves(ours(*arrays)))
     return result
 
 

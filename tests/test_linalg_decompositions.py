@@ -412,7 +412,6 @@ def test_errors_are_jaxs(name, shape, keywords):
         ("qr", (2, 3, 65), np.float32, {}, "matrices of up to 64x64"),
         ("eigh", (5, 4, 4), np.complex64, {}, "no kernel for matrices of complex64"),
         ("svdvals", (5, 4, 4), np.complex64, {}, "no kernel for matrices of complex64"),
-        ("svd", (5, 4, 4), np.float32, {"hermitian": True}, "hermitian"),
         ("qr", (5, 4, 4), np.float32, {"mode": "raw"}, "mode raw"),
     ],
 )

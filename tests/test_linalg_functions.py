@@ -1,4 +1,4 @@
-"""``expm`` and ``pinv`` of batches agree with JAX's, and with float64."""
+"""``expm``, ``pinv`` and functions of this library's parts agree with JAX's, and with float64."""
 
 import functools
 
@@ -101,3 +101,67 @@ def test_kernels_compute_them():
     for name in ("pinv", "expm"):
         (choice,) = jtk.explain(getattr(linalg, name), jnp.ones((2, 70, 70)))
         assert "64x64" in choice.reason
+
+
+# JAX's functions of this library's parts: of a matrix, and the parts that have a kernel.
+SOLUTIONS = ("triangular_solve",) * 2
+COMPOSED = {
+    "cho_factor": (lambda m, a: m.cho_factor(a @ a.mT, lower=True)[0], ("cholesky",)),
+    "cho_solve": (lambda m, a: m.cho_solve((jnp.tril(a), True), a[:, :2]), SOLUTIONS),
+    "lu_solve": (lambda m, a: m.lu_solve(m.lu_factor(a), a.mT, trans=1), ("lu", *SOLUTIONS)),
+    "lstsq": (lambda m, a: m.lstsq(a[:, :3], a[:, 3:])[0], ("svd",)),
+    "cond": (lambda m, a: m.cond(a), ("singular values",)),
+    "cond, 1": (lambda m, a: m.cond(a, 1), ("lu", *SOLUTIONS)),
+    "matrix_rank": (lambda m, a: m.matrix_rank(a), ("singular values",)),
+    "matrix_rank, hermitian": (lambda m, a: m.matrix_rank(a + a.mT, hermitian=True), ("eigh",)),
+    "matrix_power": (lambda m, a: m.matrix_power(a, -2), ("lu", *SOLUTIONS)),
+    "norm, 2": (lambda m, a: m.norm(a, 2), ("singular values",)),
+    "norm, nuc": (lambda m, a: m.norm(a, "nuc"), ("singular values",)),
+    "matrix_norm": (lambda m, a: m.matrix_norm(a, ord=-2), ("singular values",)),
+    "tensorinv": (lambda m, a: m.tensorinv(a.reshape(2, 3, 6)), ("lu", *SOLUTIONS)),
+    "tensorsolve": (
+        lambda m, a: m.tensorsolve(a.reshape(2, 3, 6), a[:, :1].reshape(2, 3)),
+        ("lu", *SOLUTIONS),
+    ),
+    "polar": (lambda m, a: m.polar(a, method="svd")[0], ("svd",)),
+    "expm_frechet": (lambda m, a: m.expm_frechet(a, a.mT)[1], ("lu", *SOLUTIONS)),
+    "svd, hermitian": (lambda m, a: m.svd(a + a.mT, hermitian=True)[1], ("eigh",)),
+    "pinv, hermitian": (lambda m, a: m.pinv(a + a.mT, hermitian=True), ("eigh",)),
+    "slogdet, qr": (lambda m, a: m.slogdet(a, method="qr")[1], ()),
+    "sqrtm": (lambda m, a: m.sqrtm(a @ a.mT).real, ()),
+}
+
+
+class OfJax:
+    """JAX's two modules as one."""
+
+    def __getattr__(self, name):
+        return getattr(jnp.linalg, name, None) or getattr(jsp_linalg, name)
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_functions_of_our_parts(rng, x64, name):
+    function, parts = COMPOSED[name]
+    a = random(rng, (64, 6, 6), np.float64) / 4 + 2 * jnp.eye(6)
+    ours, theirs = (jax.vmap(functools.partial(function, m)) for m in (linalg, OfJax()))
+    assert_close(ours(a), theirs(a), 1e-10)
+    if jnp.issubdtype(ours(a).dtype, jnp.floating) and name != "sqrtm":
+        gradients = (jax.grad(lambda a, f=f: jnp.sin(f(a)).sum())(a) for f in (ours, theirs))
+        assert_close(*gradients, 1e-8)
+    choices = jtk.explain(ours, a)
+    found = [choice.call for choice in choices if choice.kernel or jax.default_backend() == "gpu"]
+    for part in {*parts}:
+        assert sum(call.startswith(part) for call in found) >= parts.count(part), choices
+    one = jax.jit(functools.partial(function, linalg))(a[0])
+    assert_close(one, theirs(a)[0], 1e-10)
+
+
+def test_what_our_parts_leave_to_jax():
+    for a, why in ((jnp.eye(4) * 1j, "complex64"), (jnp.eye(70), "64x64")):
+        (choice,) = jtk.explain(linalg.matrix_rank, a)
+        assert why in choice.reason
+        assert linalg.matrix_rank(a) == len(a)
+    with jtk.strict(), pytest.raises(jtk.FallbackError, match="svd falls back to XLA"):
+        linalg.matrix_rank(jnp.eye(70))
+    with pytest.raises(ValueError, match="norm"):
+        linalg.norm(jnp.eye(3), "none")

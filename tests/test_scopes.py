@@ -18,7 +18,7 @@ X = jnp.ones((4, 4))
 
 def state():
     """What the contexts change, in this thread."""
-    return _intercepting.value, outcomes.current(), current_policy(), _target.value
+    return bool(_intercepting.value), outcomes.current(), current_policy(), _target.value
 
 
 OUTSIDE = (False, "DEFAULT", "auto", None)

@@ -17,7 +17,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -122,12 +122,14 @@ def _has_64_bits(value: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtype in _64_BITS
 
 
-_intercepting = Setting("intercepting", False)
+Group = Literal["products", "matrices"]
+
+_intercepting: Setting[tuple[Group, ...]] = Setting("intercepting", ())
 
 
-def intercepting() -> AbstractContextManager[None]:
-    """Make intercepted primitives trace to their replacements, in this thread."""
-    return _intercepting(True)
+def intercepting(group: Group = "products") -> AbstractContextManager[None]:
+    """Make intercepted primitives of a group trace to their replacements, in this thread."""
+    return _intercepting(tuple(sorted({*_intercepting.value, group})))
 
 
 def by_xla(function: Callable[P, R]) -> Callable[P, R]:
@@ -135,13 +137,15 @@ def by_xla(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def not_intercepted(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _intercepting(False):
+        with _intercepting(()):
             return function(*args, **kwargs)
 
     return not_intercepted
 
 
-def intercept(primitive: compat.Primitive, replacement: Callable[..., Any]) -> None:
+def intercept(
+    primitive: compat.Primitive, replacement: Callable[..., Any], group: Group = "products"
+) -> None:
     """Make ``primitive`` trace to ``replacement`` inside :func:`intercepting`.
 
     Parameters
@@ -151,6 +155,8 @@ def intercept(primitive: compat.Primitive, replacement: Callable[..., Any]) -> N
     replacement
         A function of the operands and parameters of the primitive. Its own calls bind JAX's
         primitives.
+    group
+        Which context it is for.
     """
     bind: Callable[..., Any] = primitive.bind
     # The primitive's parameters are final: no mode changes what they say.
@@ -158,7 +164,7 @@ def intercept(primitive: compat.Primitive, replacement: Callable[..., Any]) -> N
 
     @functools.wraps(bind)
     def intercepted(*operands: Any, **params: Any) -> Any:
-        if _intercepting.value and not compat.in_pallas_kernel():
+        if group in _intercepting.value and not compat.in_pallas_kernel():
             # The modes of the caller decide which type an array of NumPy has.
             return replaced(*map(_as_array, operands), **params)
         return bind(*operands, **params)

@@ -1,0 +1,127 @@
+"""JAX's functions of matrices, with this library's products and decompositions as their parts.
+
+JAX's primitives that decompose matrices are intercepted where such a function is called, as
+:func:`jax_tilekern.patch` intercepts those of products.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+
+from jax_tilekern.interop import outcomes
+from jax_tilekern.interop.global_modes import intercept, intercepting
+from jax_tilekern.interop.originals import lax
+from jax_tilekern.ops import decompositions, matrices
+from jax_tilekern.ops.matrix_kernels import refusal, refusal_to_decompose
+from jax_tilekern.patching.patch import patch
+from jax_tilekern.plans.policy import why_excluded
+from jax_tilekern.scope import Function
+
+Refusal = Callable[[Array], str | None]
+
+
+def composed(function: Function) -> Function:
+    """Return a function of JAX's whose products and decompositions are this library's."""
+
+    @functools.wraps(function)
+    def of_our_parts(*args: Any, **kwargs: Any) -> Any:
+        _install()
+        with patch(), intercepting("matrices"):
+            return function(*args, **kwargs)
+
+    return of_our_parts  # type: ignore[return-value]
+
+
+def is_left_to_jax(call: str, a: Array, why: str | None) -> bool:
+    """Whether there is a reason to leave a call to JAX, which ``explain`` then shows."""
+    if why is None:
+        return False
+    reason = why_excluded() or why
+    outcomes.record_traced_choice(call, jax.typeof(a), reason)
+    outcomes.note_fallback(call, reason)
+    return True
+
+
+def refusal_of_square(a: Array) -> str | None:
+    """Return why matrices are left to JAX by what computes square ones."""
+    if a.shape[-1] != a.shape[-2]:
+        return "kernels are for square matrices"
+    return refusal(a.shape[-1], a.dtype)
+
+
+def refusal_of_decomposition(a: Array) -> str | None:
+    """Return why matrices are left to JAX by ``svd``, ``eigh`` and ``qr``."""
+    return refusal_to_decompose(a.shape, a.dtype)
+
+
+def _svd(a: Array, *, compute_uv: bool, full_matrices: bool) -> Sequence[Array]:
+    return decompositions.svd(a, vectors=compute_uv, full=full_matrices)
+
+
+def _eigh(a: Array, *, lower: bool) -> Sequence[Array]:
+    w, v = decompositions.eigh(a, vectors=True, lower=lower, symmetrize=False)
+    return v, w
+
+
+def _qr(a: Array, *, full_matrices: bool) -> Sequence[Array]:
+    return decompositions.qr(a, vectors=True, full=full_matrices)
+
+
+def _cholesky(a: Array) -> Array:
+    return matrices.cholesky(a, symmetrize=False)
+
+
+def _triangular_solve(
+    a: Array, b: Array, *, left_side: bool, lower: bool, transpose_a: bool, unit_diagonal: bool
+) -> Array:
+    return matrices.triangular_solve(
+        a,
+        b,
+        left_side=left_side,
+        lower=lower,
+        transpose=transpose_a,
+        unit_diagonal=unit_diagonal,
+    )
+
+
+# By the names of JAX's primitives: the same by this library, the parameters that it takes, those
+# that have one meaning here, and why matrices are left to JAX.
+_PARTS: dict[str, tuple[Callable[..., Any], tuple[str, ...], Refusal]] = {
+    "svd": (_svd, ("compute_uv", "full_matrices"), refusal_of_decomposition),
+    "eigh": (_eigh, ("lower",), refusal_of_decomposition),
+    "qr": (_qr, ("full_matrices",), refusal_of_decomposition),
+    "lu": (matrices.lu, (), refusal_of_square),
+    "cholesky": (_cholesky, (), refusal_of_square),
+    "triangular_solve": (
+        _triangular_solve,
+        ("left_side", "lower", "transpose_a", "unit_diagonal"),
+        refusal_of_square,
+    ),
+}
+# What other parameters ask for that no kernel computes.
+_UNUSUAL = ("subset_by_index", "pivoting")
+
+
+def _replacement(name: str, primitive: Any) -> Callable[..., Any]:
+    function, names, refusal_of = _PARTS[name]
+
+    def replaced(a: Array, *operands: Array, **params: Any) -> Any:
+        unusual = next((each for each in _UNUSUAL if params.get(each)), None)
+        why = refusal_of(a) if unusual is None else f"{name} with {unusual} is JAX's own"
+        if is_left_to_jax(name, a, why):
+            return primitive.bind(a, *operands, **params)
+        return function(a, *operands, **{each: params[each] for each in names})
+
+    return replaced
+
+
+@functools.cache
+def _install() -> None:
+    for name in _PARTS:
+        primitive = getattr(lax.linalg, f"{name}_p")
+        intercept(primitive, _replacement(name, primitive), "matrices")
