@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +24,13 @@ from jax_tilekern.compilation.headers import Headers, cuda_folder, headers_of
 from jax_tilekern.compilation.image import Image
 from jax_tilekern.compilation.kernel_cache import CacheInfo
 from jax_tilekern.compilation.nvjitlink import assemble, nvjitlink_identity
-from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound, nvrtc, nvrtc_identity
+from jax_tilekern.compilation.nvrtc import (
+    CompileError,
+    NvrtcNotFound,
+    nvrtc,
+    nvrtc_identity,
+    without_report,
+)
 
 __all__ = [
     "CacheInfo", "CompileError", "Compiled", "Entry", "Kernel", "NvrtcNotFound", "Source",
@@ -268,7 +273,7 @@ class _SourceRequest(_Request):
             headers=self._headers.with_real_names(),
         )
         entry = read_entry(self.name, output.symbol, output.cubin, output.log)
-        return Compiled(self.arch, (entry,), _without_report(output.log))
+        return Compiled(self.arch, (entry,), without_report(output.log))
 
 
 class _ImageRequest(_Request):
@@ -325,14 +330,6 @@ def compile_to_ptx(kernel: Kernel, *, arch: str) -> str:
 def _without_driver_cache() -> tuple[str, ...]:
     """Keep NVRTC from answering out of the driver's cache, which keeps cubins but no reports."""
     return ("--no-cache",) if nvrtc().version >= (12, 9) else ()
-
-
-def _without_report(log: str) -> str:
-    lines = log.splitlines()
-    # Notes of ptxas about wgmma are marked as information too, and are kept.
-    report = re.compile(r"ptxas( info +: (?!\(C\d+\))| +\.)")
-    kept = [line for line in lines if line and not report.match(line)]
-    return "\n".join(kept)
 
 
 def _flat(pairs: Iterable[tuple[str, str]]) -> Iterable[str]:

@@ -13,6 +13,7 @@ from jax_tilekern.compilation.nvrtc import (
     cuda_majors,
     toolkit_wheel,
     wheel_folders,
+    without_report,
 )
 
 _FOLDERS = {13: "cu13/lib", 12: "nvjitlink/lib"}
@@ -93,7 +94,9 @@ class _NvJitLink:
             status = status or self._call("Complete", handle)
             log = self._text("ErrorLog", handle) + self._text("InfoLog", handle)
             if status:
-                raise CompileError(f"nvJitLink rejects {file} for {arch} ({status}):\n{log}", log)
+                raise CompileError(
+                    f"nvJitLink rejects {file} for {arch} ({status}):\n{without_report(log)}", log
+                )
             return self._bytes("LinkedCubin", handle), log
         finally:
             self._call("Destroy", ctypes.byref(handle))

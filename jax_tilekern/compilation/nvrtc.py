@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,6 +168,13 @@ def _candidates(majors: Sequence[int]) -> Iterator[str]:
         yield library
 
 
+def without_report(log: str) -> str:
+    """Return the output of a compiler without what ptxas reports about each kernel."""
+    # Notes of ptxas about wgmma are marked as information too, and are kept.
+    report = re.compile(r"ptxas( info +: (?!\(C\d+\))| +\.)")
+    return "\n".join(line for line in log.splitlines() if line and not report.match(line))
+
+
 class Nvrtc:
     """A loaded NVRTC.
 
@@ -266,7 +274,8 @@ class Nvrtc:
             if status:
                 raise CompileError(
                     f"{self._error(status)} in {name} of {file}, compiled with "
-                    f"NVRTC {'.'.join(map(str, self.version))} {' '.join(options)}:\n{log}",
+                    f"NVRTC {'.'.join(map(str, self.version))} {' '.join(options)}:\n"
+                    f"{without_report(log)}",
                     log,
                 )
             yield program, log

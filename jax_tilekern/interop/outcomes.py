@@ -35,7 +35,11 @@ _mode: Setting[Mode] = Setting("mode", "DEFAULT", is_traced=True)
 def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
     """Raise an error where a kernel cannot be compiled, or where there is none for a call.
 
-    Outside of it, a kernel that cannot be compiled is a warning, and XLA's own operation runs.
+    Outside of it, a kernel that cannot be compiled is a warning, and XLA's own operation runs. The
+    source of a :func:`jax_tilekern.cuda_kernel` is compiled wherever its call is lowered, also
+    where its ``reference`` runs: for the GPU of :func:`jax_tilekern.gpu_target`, that at hand, or
+    an H100. Without NVRTC it is not compiled there.
+
     Holds for the current thread, inside the context. A call that is traced inside raises the error
     wherever it is lowered, also where the context is in a function under ``jax.jit``.
 

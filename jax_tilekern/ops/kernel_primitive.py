@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 
 from jax_tilekern.compilation.compiler import NvrtcNotFound
-from jax_tilekern.interop import compat
+from jax_tilekern.compilation.image import Image
+from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, Use, several
 from jax_tilekern.ops.kernel_sharding import explicit_shardings
 from jax_tilekern.ops.kernel_tuning import TunableCall, chosen
@@ -25,7 +26,7 @@ from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.cuda_kernel import Array, Batch, KernelCall, plan_kernel
-from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
+from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu, known_gpu
 from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives.linearity import OperandGroup
 from jax_tilekern.primitives.operation import (
@@ -39,6 +40,9 @@ from jax_tilekern.primitives.operation import (
     define,
     lowering_platform,
 )
+
+# The GPU that kernels are checked for inside ``strict`` where none is at hand and none is named.
+_CHECKED_FOR = "H100"
 
 # For each ``vmap`` around a call, outermost first, which inputs have its axis.
 Batches = tuple[tuple[bool, ...], ...]
@@ -286,9 +290,33 @@ def tuned_call(
 def _plan_elsewhere(
     place: Place, operands: Sequence[Operand], results: Sequence[Any], **params: Any
 ) -> Outcome:
-    if not _is_empty(results):
-        _call(place, operands, **params)
-    return Rewrite("its reference: no CUDA here", functools.partial(_reference, **params))
+    call = None if _is_empty(results) else _call(place, operands, **params)
+    reason = "its reference: no CUDA here"
+    if call is not None and outcomes.current() != "DEFAULT":
+        reason += f"; {_checked_by_compiler(call)}"
+    return Rewrite(reason, functools.partial(_reference, **params))
+
+
+def _checked_by_compiler(call: KernelCall) -> str:
+    """Compile a kernel that does not run here, and say for which GPU.
+
+    Raises
+    ------
+    CompileError, TypeError, ValueError
+        As :func:`~jax_tilekern.plans.cuda_kernel.plan_kernel`.
+    """
+    try:
+        gpu = current_gpu()
+    except NoGpu:
+        # A cubin and PTX may be for another one.
+        if isinstance(call.source, Image):
+            return "not checked: there is no GPU"
+        gpu = known_gpu(_CHECKED_FOR)
+    try:
+        plan_kernel(call, gpu)
+    except NvrtcNotFound as error:
+        return f"not checked: {error}"
+    return f"checked for {gpu.arch}"
 
 
 def _is_empty(results: Sequence[Any]) -> bool:

@@ -291,12 +291,15 @@ def _compile(call: KernelCall, gpu: Gpu) -> Compiled:
         return compile_kernels(call.kernel, arch=gpu.arch)
     except CompileError as error:
         message = advice(error.log)
+        errors = re.findall(r"^(.*)\(\d+\): error: (.*)", error.log, re.MULTILINE)
         # NVRTC looks names up in a text of its own.
-        if set(re.findall(r"^(.*)\(\d+\): error", error.log, re.MULTILINE)) == {"__nv_name_map"}:
-            message = (
+        if {file for file, _ in errors} == {"__nv_name_map"}:
+            _, why = errors[0]
+            raise CompileError(
                 f"{call.source.file} has no kernel {call.name}; a kernel's namespace and template "
-                "arguments are part of its name:"
-            )
+                "arguments are part of its name" + f" ({why})" * (f'"{call.name}"' not in why),
+                error.log,
+            ) from None
         if not message:
             raise
         raise CompileError(f"{message}\n{error}", error.log) from None
