@@ -139,3 +139,8 @@ __all__ = [
     "vecdot",
     "vecmat",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names, and no modules of the implementation."""
+    return sorted((*__all__, "__version__"))

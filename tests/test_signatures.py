@@ -52,6 +52,11 @@ def parameters(function):
     }
 
 
+@pytest.mark.parametrize("module", [jtk, jtk.out_of_core, jtk.tuning])
+def test_modules_list_their_public_names(module):
+    assert set(dir(module)) - {"__version__"} == set(module.__all__)
+
+
 @pytest.mark.parametrize("name", NAMESAKES)
 def test_parameters_are_those_of_jax(name):
     ours, theirs = map(parameters, NAMESAKES[name])

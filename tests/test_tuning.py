@@ -106,8 +106,14 @@ def test_what_is_shipped_comes_first_and_is_not_written(tmp_path, store):
     own = TunedChoices(tmp_path / "tuned")
     assert own.find(product(), H100).winner == "b"
     assert own.find(product(128), H100) is None
-    with pytest.raises(FileNotFoundError):
-        tuning.load(tmp_path / "none.json")
+    with tuning.using(str(tmp_path / "shipped.json")) as shipped:
+        assert shipped.find(product(), H100).winner == "a"
+    for read in (tuning.load, lambda path: tuning.using(path).__enter__()):
+        with pytest.raises(FileNotFoundError):
+            read(tmp_path / "none.json")
+        (tmp_path / "bad.json").write_text("[]")
+        with pytest.raises(ValueError, match="not a file of tuned choices"):
+            read(tmp_path / "bad.json")
 
 
 # What plans make of it.

@@ -4,3 +4,8 @@ from jax_tilekern.out_of_core.plan import Plan
 from jax_tilekern.out_of_core.product import Progress, matmul, plan
 
 __all__ = ["Plan", "Progress", "matmul", "plan"]
+
+
+def __dir__() -> list[str]:
+    """List the public names, and no modules of the implementation."""
+    return sorted(__all__)

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -178,8 +178,6 @@ def _default_choices() -> TunedChoices:
     return TunedChoices(platformdirs.user_data_path("jax_tilekern", appauthor=False) / "tuned")
 
 
-_Choices = TypeVar("_Choices", bound=TunedChoices)
-
 _current: Setting[TunedChoices | None] = Setting("tuned choices", None, is_traced=True)
 
 
@@ -189,11 +187,24 @@ def current_choices() -> TunedChoices:
 
 
 @scoped
-def using(choices: _Choices) -> Iterator[_Choices]:
-    """Let plans consult these choices inside the context, in the current thread.
+def using(choices: TunedChoices | str | os.PathLike[str]) -> Iterator[TunedChoices]:
+    """Let plans consult these choices alone inside the context, in the current thread.
 
     A call that is traced inside has them wherever it is lowered.
+
+    Parameters
+    ----------
+    choices
+        Choices, or the path of a file that :func:`export` wrote.
+
+    Raises
+    ------
+    OSError, ValueError
+        When the context is entered, as :func:`load`.
     """
+    if not isinstance(choices, TunedChoices):
+        path, choices = Path(choices), TunedChoices(None)
+        choices.add(*_read(path))
     with _current(choices):
         yield choices
 
@@ -283,7 +294,8 @@ def recorded_products() -> Iterator[list[Any]]:
 
     Calls of users' kernels that have parameters to tune are collected too.
     """
-    with using(_RecordedProducts()) as recorded:
+    recorded = _RecordedProducts()
+    with using(recorded):
         yield recorded.products
 
 

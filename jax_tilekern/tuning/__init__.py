@@ -3,3 +3,8 @@
 from jax_tilekern.tuning.tuner import TunedChoices, TunedProduct, Tuning, export, load, using
 
 __all__ = ["TunedChoices", "TunedProduct", "Tuning", "export", "load", "using"]
+
+
+def __dir__() -> list[str]:
+    """List the public names, and no modules of the implementation."""
+    return sorted(__all__)
