@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jax import lax
+from jax.sharding import NamedSharding
 
 from jax_tilekern.interop import compat
 
@@ -50,6 +51,11 @@ def one_of(*values: Any) -> Callable[[Any], bool]:
 
 
 absent = one_of(None)
+
+
+def of_no_mesh(sharding: Any) -> bool:
+    """Accept a sharding that divides nothing."""
+    return sharding is None or (isinstance(sharding, NamedSharding) and sharding.mesh.empty)
 
 
 def all_of(names: str) -> Parameters:
@@ -119,10 +125,14 @@ PARAMETERS: dict[str, Parameters] = {
             lax.RoundingMethod.AWAY_FROM_ZERO, lax.RoundingMethod.TO_NEAREST_EVEN
         )
     },
-    "convert_element_type": {**all_of("new_dtype weak_type"), "sharding": absent},
+    "convert_element_type": {**all_of("new_dtype weak_type"), "sharding": of_no_mesh},
     "name": all_of("name"),
-    "broadcast_in_dim": {**all_of("shape broadcast_dimensions"), "sharding": absent},
-    "reshape": {**all_of("new_sizes"), "dimensions": one_of(None, ()), "sharding": absent},
+    "broadcast_in_dim": {**all_of("shape broadcast_dimensions"), "sharding": of_no_mesh},
+    "reshape": {
+        **all_of("new_sizes"),
+        "dimensions": one_of(None, ()),
+        "sharding": of_no_mesh,
+    },
     "squeeze": all_of("dimensions"),
     "jit": {
         **all_of(

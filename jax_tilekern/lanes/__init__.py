@@ -1,7 +1,7 @@
 """A JAX function as the text of a CUDA kernel, in which each thread, a *lane*, evaluates it once.
 
 ``keys.py`` replaces typed random keys by their data, ``text.py`` writes the kernel of a jaxpr.
-``writer.py`` writes equations: scalars by ``epilogue/cuda_text.py``, arrays by ``arrays.py`` and
-``indexing.py``, factorizations by ``linear_algebra.py``, loops and branches by
-``control_flow.py``. ``values.py`` says what a value is.
+``writer.py`` writes equations: scalars by ``epilogue/cuda_text.py``, arrays by ``arrays.py``,
+``indexing.py``, ``reductions.py`` and ``sorts.py``, factorizations by ``linear_algebra.py``, loops
+and branches by ``control_flow.py``. ``values.py`` says what a value is.
 """

@@ -1,14 +1,15 @@
-"""Small arrays of a lane: shapes, reductions, products and sorts."""
+"""Small arrays of a lane: views of others, and arrays made of others."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax import lax
 
-from jax_tilekern.epilogue.cuda_text import computed_type, literal
+from jax_tilekern.epilogue.cuda_text import computed_type, literal, rounded
+from jax_tilekern.epilogue.understood import all_of, of_no_mesh
 from jax_tilekern.lanes.values import (
     Buffer,
     Index,
@@ -25,9 +26,6 @@ from jax_tilekern.lanes.writer import LaneWriter, rule
 
 Places = Sequence[Buffer | None]
 
-# Sorts of up to so many elements exchange neighbours, in registers.
-_EXCHANGED = 6
-
 
 def result_type(eqn: Any, i: int = 0) -> tuple[np.dtype[Any], Shape]:
     """Return type and shape of a result of an equation."""
@@ -38,20 +36,21 @@ def result_type(eqn: Any, i: int = 0) -> tuple[np.dtype[Any], Shape]:
 # -- Views ------------------------------------------------------------------------------------
 
 
-@rule("copy", "copy_p", "stop_gradient", "name", "pvary", "pcast", "optimization_barrier")
+@rule("copy", "stop_gradient", "optimization_barrier")
+@rule("name", **all_of("name"))
+@rule("pvary", **all_of("axes"))
+@rule("device_put", **all_of("devices srcs copy_semantics"))
 def _copies(_: LaneWriter, __: Any, operands: list[Value], ___: Places) -> list[Value]:
     return operands
 
 
-@rule("device_put")
-def _device_put(_: LaneWriter, __: Any, operands: list[Value], ___: Places) -> list[Value]:
-    return operands
-
-
-@rule("reshape", "squeeze", "expand_dims")
+@rule("reshape", **all_of("new_sizes dimensions"), sharding=of_no_mesh)
+@rule("squeeze", **all_of("dimensions"))
 def _reshape(_: LaneWriter, eqn: Any, operands: list[Value], __: Places) -> list[Value]:
     (x,) = operands
     dtype, shape = result_type(eqn)
+    if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
+        x = _transposed(x, eqn.params["dimensions"])
     if shape == x.shape:
         return [x]
     if x.size == 1:
@@ -80,7 +79,7 @@ def _parenthesised(index: Index) -> Index:
     return f"({index})" if isinstance(index, str) and " " in index else index
 
 
-@rule("broadcast_in_dim")
+@rule("broadcast_in_dim", **all_of("shape broadcast_dimensions"), sharding=of_no_mesh)
 def _broadcast(__: LaneWriter, eqn: Any, operands: list[Value], ___: Places) -> list[Value]:
     x = operands[0]
     dtype, shape = result_type(eqn)
@@ -96,7 +95,7 @@ def _broadcast(__: LaneWriter, eqn: Any, operands: list[Value], ___: Places) -> 
     return [x.view(shape, source)]
 
 
-@rule("tile")
+@rule("tile", **all_of("reps"))
 def _tile(__: LaneWriter, eqn: Any, operands: list[Value], ___: Places) -> list[Value]:
     (x,) = operands
     _, shape = result_type(eqn)
@@ -112,20 +111,24 @@ def _tile(__: LaneWriter, eqn: Any, operands: list[Value], ___: Places) -> list[
     return [x.view(shape, source)]
 
 
-@rule("empty", "empty2")
+@rule("empty", **all_of("shape dtype"), out_sharding=of_no_mesh)
+@rule("empty2", **all_of("dtype memory_space"))
 def _empty(_: LaneWriter, eqn: Any, __: list[Value], ___: Places) -> list[Value]:
     dtype, shape = result_type(eqn)
     return [everywhere(dtype, shape, literal(np.zeros((), dtype), dtype))]
 
 
-@rule("transpose")
+@rule("transpose", **all_of("permutation"))
 def _transpose(_: LaneWriter, eqn: Any, operands: list[Value], __: Places) -> list[Value]:
-    permutation = eqn.params["permutation"]
+    return [_transposed(operands[0], eqn.params["permutation"])]
+
+
+def _transposed(x: Value, permutation: Sequence[int]) -> Value:
     inverse = [permutation.index(i) for i in range(len(permutation))]
-    return [operands[0].view(result_type(eqn)[1], lambda i: [i[d] for d in inverse])]
+    return x.view(tuple(x.shape[d] for d in permutation), lambda i: [i[d] for d in inverse])
 
 
-@rule("rev")
+@rule("rev", **all_of("dimensions"))
 def _reverse(_: LaneWriter, eqn: Any, operands: list[Value], __: Places) -> list[Value]:
     (x,) = operands
     reversed_dims = eqn.params["dimensions"]
@@ -143,7 +146,7 @@ def _from_end(size: int, index: Index) -> Index:
     return size - 1 - index if isinstance(index, int) else f"({size - 1} - {index})"
 
 
-@rule("slice")
+@rule("slice", **all_of("start_indices limit_indices strides"))
 def _slice(_: LaneWriter, eqn: Any, operands: list[Value], __: Places) -> list[Value]:
     starts = eqn.params["start_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
@@ -161,7 +164,7 @@ def sliced(x: Value, shape: Shape, starts: Sequence[Index], strides: Sequence[in
     )
 
 
-@rule("split")
+@rule("split", **all_of("sizes axis"))
 def _split(_: LaneWriter, eqn: Any, operands: list[Value], __: Places) -> list[Value]:
     (x,), axis, found, start = operands, eqn.params["axis"], [], 0
     for size in eqn.params["sizes"]:
@@ -172,7 +175,7 @@ def _split(_: LaneWriter, eqn: Any, operands: list[Value], __: Places) -> list[V
     return found
 
 
-@rule("unstack")
+@rule("unstack", **all_of("axis"))
 def _unstack(_: LaneWriter, eqn: Any, operands: list[Value], __: Places) -> list[Value]:
     (x,), axis = operands, eqn.params["axis"]
     return [at_index(x, axis, i) for i in range(x.shape[axis])]
@@ -184,17 +187,39 @@ def at_index(x: Value, axis: int, index: Index) -> Value:
     return x.view(shape, lambda i: [*i[:axis], index, *i[axis:]])
 
 
-@rule("iota")
+@rule("iota", **all_of("dtype shape dimension"), sharding=of_no_mesh)
 def _iota(_: LaneWriter, eqn: Any, __: list[Value], ___: Places) -> list[Value]:
     dtype, shape = result_type(eqn)
     dim, kind = eqn.params["dimension"], computed_type(dtype)
-    return [Value(dtype, shape, lambda i: f"static_cast<{kind}>({i[dim]})")]
+    return [Value(dtype, shape, lambda i: rounded(f"static_cast<{kind}>({i[dim]})", dtype))]
+
+
+@rule("pow")
+def _power(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
+    x, y = operands
+    if x.dtype == y.dtype:
+        return [writer.elementwise(eqn, operands, places[0])]
+    return writer.meaning(lambda x, y: lax.pow(x, y.astype(x.dtype)), eqn, operands)
+
+
+@rule("polynomial", **all_of("unroll"))
+def _polynomial(writer: LaneWriter, eqn: Any, operands: list[Value], _: Places) -> list[Value]:
+    """Evaluate by Horner's rule; the constant coefficient comes first."""
+
+    def means(x: Any, *coefficients: Any) -> Any:
+        *rest, result = coefficients
+        for coefficient in reversed(rest):
+            result = result * x + coefficient
+        return result
+
+    return writer.meaning(means, eqn, operands)
 
 
 # -- Arrays made of others ----------------------------------------------------------------------
 
 
-@rule("concatenate", "stack")
+@rule("concatenate", **all_of("dimension"))
+@rule("stack", **all_of("axis"))
 def _concatenate(
     writer: LaneWriter, eqn: Any, operands: list[Value], places: Places
 ) -> list[Value]:
@@ -212,7 +237,7 @@ def _concatenate(
     return [in_memory(buffer)]
 
 
-@rule("pad")
+@rule("pad", **all_of("padding_config"))
 def _pad(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
     x, padding = operands
     dtype, shape = result_type(eqn)
@@ -234,213 +259,3 @@ def _pad(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) ->
         ]
         writer.line(buffer.store(target, x.at(source)))
     return [in_memory(buffer)]
-
-
-# -- Reductions ---------------------------------------------------------------------------------
-
-
-def _lowest(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind == "b":
-        return False
-    return np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf
-
-
-def _highest(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind == "b":
-        return True
-    return np.iinfo(dtype).max if dtype.kind in "iu" else np.inf
-
-
-# The function of two, and what it is of nothing.
-_REDUCTIONS: dict[str, tuple[str, Callable[[np.dtype[Any]], Any]]] = {
-    "sum": ("add_any", lambda _: 0),
-    "prod": ("mul", lambda _: 1),
-    "max": ("max", _lowest),
-    "min": ("min", _highest),
-    "and": ("bitwise_and", lambda dtype: True if dtype.kind == "b" else -1),
-    "or": ("bitwise_or", lambda _: 0),
-    "xor": ("bitwise_xor", lambda _: 0),
-}
-
-
-def _identity(kind: str, dtype: np.dtype[Any]) -> str:
-    return literal(np.asarray(_REDUCTIONS[kind][1](dtype)).astype(dtype), dtype)
-
-
-def accumulated(
-    writer: LaneWriter,
-    dtype: np.dtype[Any],
-    kind: str,
-    shape: Sequence[int],
-    element: Callable[[Sequence[Index]], str],
-) -> str:
-    """Write the reduction of elements in row-major order; return its result."""
-    name, function = writer.name("r"), _REDUCTIONS[kind][0]
-    writer.line(f"{computed_type(dtype)} {name} = {_identity(kind, dtype)};")
-    with writer.elements(shape) as indices:
-        writer.line(f"{name} = lax::{function}({name}, {element(indices)});")
-    return writer.rounded(dtype, name)
-
-
-def _for_each(
-    writer: LaneWriter,
-    dtype: np.dtype[Any],
-    shape: Shape,
-    place: Buffer | None,
-    result: Callable[[Sequence[Index]], str],
-) -> Value:
-    """Return an array of results, each of which takes statements of its own."""
-    if math.prod(shape) == 1:
-        return everywhere(dtype, shape, result((0,) * len(shape)))
-    buffer = writer.array(dtype, shape, place)
-    with writer.elements(shape) as indices:
-        writer.line(buffer.store(indices, result(indices)))
-    return in_memory(buffer)
-
-
-@rule(*(f"reduce_{kind}" for kind in _REDUCTIONS))
-def _reduce(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
-    (x,) = operands
-    kind, axes = eqn.primitive.name.removeprefix("reduce_"), eqn.params["axes"]
-    dtype, shape = result_type(eqn)
-    computed_type(dtype)
-
-    def result(kept: Sequence[Index]) -> str:
-        def element(reduced: Sequence[Index]) -> str:
-            inner, outer = iter(reduced), iter(kept)
-            return x.at([next(inner if d in axes else outer) for d in range(len(x.shape))])
-
-        return accumulated(writer, dtype, kind, [x.shape[d] for d in sorted(axes)], element)
-
-    return [_for_each(writer, dtype, shape, places[0], result)]
-
-
-@rule("argmax", "argmin")
-def _arg(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
-    (x,), (axis,) = operands, eqn.params["axes"]
-    dtype, shape = result_type(eqn)
-    better = ">" if eqn.primitive.name == "argmax" else "<"
-
-    def result(kept: Sequence[Index]) -> str:
-        column = at_index_of(x, axis, kept)
-        best, where = writer.name("r"), writer.name("r")
-        writer.line(f"{x.cxx} {best} = {column(0)};")
-        writer.line(f"int {where} = 0;")
-        with writer.elements((x.shape[axis],)) as (i,):
-            value = writer.scalar(x.dtype, column(i)).first
-            # The first NaN is the result.
-            with writer.block(
-                f"if ({value} {better} {best} || ({value} != {value} && {best} == {best}))"
-            ):
-                writer.line(f"{best} = {value};")
-                writer.line(f"{where} = {i};")
-        return writer.scalar(dtype, f"lax::convert<{computed_type(dtype)}>({where})").first
-
-    return [_for_each(writer, dtype, shape, places[0], result)]
-
-
-def at_index_of(x: Value, axis: int, others: Sequence[Index]) -> Callable[[Index], str]:
-    """Return the expression of an element along one dimension."""
-    return lambda i: x.at([*others[:axis], i, *others[axis:]])
-
-
-@rule(*(f"cum{kind}" for kind in ("sum", "prod", "max", "min")))
-def _cumulative(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
-    (x,), axis = operands, eqn.params["axis"]
-    kind = eqn.primitive.name.removeprefix("cum")
-    buffer, size = writer.array(x.dtype, x.shape, places[0]), x.shape[axis]
-    with writer.elements((*x.shape[:axis], *x.shape[axis + 1 :])) as others:
-        column = at_index_of(x, axis, others)
-        name = writer.name("r")
-        writer.line(f"{x.cxx} {name} = {_identity(kind, x.dtype)};")
-        with writer.loop(size, unroll=writer.is_unrolled(x.size), down=eqn.params["reverse"]) as i:
-            sum_ = writer.rounded(x.dtype, f"lax::{_REDUCTIONS[kind][0]}({name}, {column(i)})")
-            writer.line(f"{name} = {sum_};")
-            writer.line(buffer.store([*others[:axis], i, *others[axis:]], name))
-    return [in_memory(buffer)]
-
-
-@rule("dot_general")
-def _dot_general(
-    writer: LaneWriter, eqn: Any, operands: list[Value], places: Places
-) -> list[Value]:
-    lhs, rhs = operands
-    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    dtype, shape = result_type(eqn)
-    kind = computed_type(dtype)
-
-    def free(x: Value, *used: Sequence[int]) -> list[int]:
-        return [d for d in range(len(x.shape)) if not any(d in dims for dims in used)]
-
-    lhs_free = free(lhs, lhs_contracted, lhs_batch)
-    rhs_free = free(rhs, rhs_contracted, rhs_batch)
-
-    def read(x: Value, dims: Sequence[int], indices: Sequence[Index]) -> str:
-        element = x.at([indices[dims.index(d)] for d in range(len(x.shape))])
-        return element if x.cxx == kind else f"lax::convert<{kind}>({element})"
-
-    def result(i: Sequence[Index]) -> str:
-        batch, rest = i[: len(lhs_batch)], i[len(lhs_batch) :]
-        rows, columns = rest[: len(lhs_free)], rest[len(lhs_free) :]
-
-        def term(k: Sequence[Index]) -> str:
-            left = read(lhs, [*lhs_batch, *lhs_free, *lhs_contracted], [*batch, *rows, *k])
-            right = read(rhs, [*rhs_batch, *rhs_free, *rhs_contracted], [*batch, *columns, *k])
-            return f"lax::mul({left}, {right})"
-
-        return accumulated(writer, dtype, "sum", [lhs.shape[d] for d in lhs_contracted], term)
-
-    return [_for_each(writer, dtype, shape, places[0], result)]
-
-
-# -- Sorts ----------------------------------------------------------------------------------------
-
-
-@rule("sort")
-def _sort(writer: LaneWriter, eqn: Any, operands: list[Value], _: Places) -> list[Value]:
-    """Sort by insertion, which is stable; few elements by exchanges of neighbours."""
-    axis, keys = eqn.params["dimension"], eqn.params["num_keys"]
-    copies = [writer.copied(x) for x in operands]
-    buffers = [x.whole for x in copies]
-    shape, size = copies[0].shape, copies[0].shape[axis]
-
-    def before(x: Sequence[str], y: Sequence[str]) -> str:
-        """Return the condition that keys x come before keys y; NaN is the last."""
-        condition = ""
-        for key in reversed(range(keys)):
-            is_less = f"lax::sorts_before({x[key]}, {y[key]})"
-            equal = f"!lax::sorts_before({y[key]}, {x[key]})"
-            condition = f"({is_less} || ({equal} && {condition}))" if condition else is_less
-        return condition
-
-    with writer.elements((*shape[:axis], *shape[axis + 1 :])) as others:
-
-        def place(i: Index) -> list[Index]:
-            return [*others[:axis], i, *others[axis:]]
-
-        def elements(i: Index) -> list[str]:
-            return [writer.scalar(x.dtype, x.at(place(i))).first for x in copies]
-
-        def store(i: Index, values: Sequence[str]) -> None:
-            for buffer, value in zip(buffers, values, strict=True):
-                assert buffer is not None
-                writer.line(buffer.store(place(i), value))
-
-        if size <= _EXCHANGED and writer.is_unrolled(math.prod(shape)):
-            for last in range(size - 1, 0, -1):
-                for i in range(last):
-                    with writer.block(""):
-                        left, right = elements(i), elements(i + 1)
-                        with writer.block(f"if ({before(right, left)})"):
-                            store(i, right)
-                            store(i + 1, left)
-        elif size > 1:
-            with writer.loop(size, unroll=False) as k:
-                taken, j = elements(k), writer.name("i")
-                writer.line(f"int {j} = {k};")
-                with writer.block(f"for (; {j} > 0; --{j})"):
-                    other = elements(f"({j} - 1)")
-                    writer.line(f"if (!({before(taken, other)})) break;")
-                    store(j, other)
-                store(j, taken)
-    return copies

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import computed_type
-from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.epilogue.understood import Untranslatable, all_of
 from jax_tilekern.lanes.arrays import Places, result_type
 from jax_tilekern.lanes.values import Value, everywhere, in_memory
-from jax_tilekern.lanes.writer import LaneWriter, rule
+from jax_tilekern.lanes.writer import LaneWriter, broadcast, rule
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16
 
 
-@rule("bitcast_convert_type")
+@rule("bitcast_convert_type", **all_of("new_dtype"))
 def _bitcast(writer: LaneWriter, eqn: Any, operands: list[Value], _: Places) -> list[Value]:
     (x,) = operands
     dtype, shape = result_type(eqn)
@@ -49,6 +49,7 @@ def _bitcast(writer: LaneWriter, eqn: Any, operands: list[Value], _: Places) -> 
 @rule("threefry2x32")
 def _threefry(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
     dtype, shape = result_type(eqn)
+    read = [broadcast(x, shape, eqn) for x in operands]
 
     def mixed(read: list[str]) -> str:
         name = writer.name("t")
@@ -60,13 +61,13 @@ def _threefry(writer: LaneWriter, eqn: Any, operands: list[Value], places: Place
         return [everywhere(dtype, shape, f"{pair}.{member}") for member in "xy"]
     buffers = [writer.array(dtype, shape, place) for place in places]
     with writer.elements(shape) as i:
-        pair = mixed([x.at(i) if x.shape else x.first for x in operands])
+        pair = mixed([x.at(i) for x in read])
         for buffer, member in zip(buffers, "xy", strict=True):
             writer.line(buffer.store(i, f"{pair}.{member}"))
     return [in_memory(x) for x in buffers]
 
 
-@rule("iota_2x32_shape")
+@rule("iota_2x32_shape", **all_of("shape"))
 def _iota(_: LaneWriter, eqn: Any, __: list[Value], ___: Places) -> list[Value]:
     """Count elements by numbers of 64 bits, of which the results are the halves."""
     dtype, shape = np.dtype(np.uint32), result_type(eqn)[1]
@@ -79,7 +80,7 @@ def _iota(_: LaneWriter, eqn: Any, __: list[Value], ___: Places) -> list[Value]:
     return [everywhere(dtype, shape, "0u"), Value(dtype, shape, low)]
 
 
-@rule("reduce_precision")
+@rule("reduce_precision", **all_of("exponent_bits mantissa_bits"))
 def _reduce_precision(_: LaneWriter, eqn: Any, operands: list[Value], __: Places) -> list[Value]:
     (x,) = operands
     bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]

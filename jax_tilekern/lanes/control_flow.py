@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import computed_type
-from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.epilogue.understood import Untranslatable, all_of
 from jax_tilekern.interop import compat
 from jax_tilekern.lanes.arrays import Places, at_index, result_type
-from jax_tilekern.lanes.values import Buffer, Value, everywhere, in_memory
+from jax_tilekern.lanes.reductions import accumulated
+from jax_tilekern.lanes.values import Buffer, Index, Value, everywhere, in_memory
 from jax_tilekern.lanes.writer import LaneWriter, rule
 
 # A loop over arrays that are in registers is unrolled if it has up to so many equations in all.
@@ -114,7 +115,12 @@ def _finished(writer: LaneWriter, variables: Sequence[_Variable]) -> list[Value]
     return [x.value for x in variables]
 
 
-@rule("scan")
+@rule(
+    "scan",
+    **all_of("reverse length jaxpr unroll"),
+    # How many operands are constants and carried: of jax 0.10, and from 0.11 on.
+    **all_of("num_consts num_carry ft_in ft_out"),
+)
 def _scan(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
     consts, carries = compat.scan_parts(eqn)
     length, body = eqn.params["length"], compat.closed_jaxpr(eqn.params["jaxpr"])
@@ -147,7 +153,7 @@ def _scan(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -
     return [*_finished(writer, variables), *map(in_memory, stacked)]
 
 
-@rule("while")
+@rule("while", **all_of("cond_nconsts cond_jaxpr body_nconsts body_jaxpr"))
 def _while(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
     of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition = compat.closed_jaxpr(eqn.params["cond_jaxpr"])
@@ -158,14 +164,37 @@ def _while(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) 
     with writer.block("while (true)"):
         with writer.body_of_loop():
             (goes_on,) = writer.jaxpr(condition, [*tested, *(x.value for x in variables)])
-            writer.line(f"if (!({goes_on.first})) break;")
-        with _body(writer, variables):
+            any_goes_on = goes_on.first
+            if goes_on.size != 1:
+                goes_on = writer.copied(goes_on)
+                any_goes_on = accumulated(writer, goes_on.dtype, "or", goes_on.shape, goes_on.at)
+            writer.line(f"if (!({any_goes_on})) break;")
+        # Where elements end for themselves, the body must not overwrite those that have.
+        with writer.body_of_loop() if goes_on.shape else _body(writer, variables):
             results = writer.jaxpr(body, [*known, *(x.value for x in variables)])
+            if goes_on.shape:
+                results = [
+                    _where(writer, goes_on, new, variable.value)
+                    for new, variable in zip(results, variables, strict=True)
+                ]
             _assign(writer, variables, results)
     return _finished(writer, variables)
 
 
-@rule("cond")
+def _where(writer: LaneWriter, chosen: Value, new: Value, old: Value) -> Value:
+    """Choose between values by a condition for each index of their first dimensions."""
+    if old.whole is not None and new.whole is old.whole:
+        return old
+
+    def element(indices: Sequence[Index]) -> str:
+        condition = chosen.at(indices[: len(chosen.shape)])
+        return f"({condition} ? {new.at(indices)} : {old.at(indices)})"
+
+    value = Value(old.dtype, old.shape, element, None, chosen.buffers | new.buffers | old.buffers)
+    return writer.evaluated(value)
+
+
+@rule("cond", **all_of("branches branches_platforms"))
 def _cond(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
     index, *arguments = operands
     branches = [compat.closed_jaxpr(x) for x in eqn.params["branches"]]
@@ -189,7 +218,7 @@ def _cond(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -
     return [x.value for x in variables]
 
 
-@rule("platform_index")
+@rule("platform_index", **all_of("platforms"))
 def _platform(_: LaneWriter, eqn: Any, __: list[Value], ___: Places) -> list[Value]:
     """Choose the branch of ``lax.platform_dependent`` for CUDA, or the default."""
     for i, platforms in enumerate(eqn.params["platforms"]):

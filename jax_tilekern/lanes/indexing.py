@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax import lax
 
 from jax_tilekern.epilogue.cuda_text import computed_type
-from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.epilogue.understood import all_of, one_of
+from jax_tilekern.interop import compat
 from jax_tilekern.lanes.arrays import Places, result_type, sliced
 from jax_tilekern.lanes.values import Index, Value, in_memory, plus
 from jax_tilekern.lanes.writer import LaneWriter, rule
 
-_SCATTERS = {
-    "scatter": None,
-    "scatter-add": "add",
-    "scatter_add": "add",
-    "scatter-mul": "mul",
-    "scatter_mul": "mul",
-    "scatter-min": "min",
-    "scatter_min": "min",
-    "scatter-max": "max",
-    "scatter_max": "max",
+_OF_GATHERS_AND_SCATTERS = {
+    **all_of("dimension_numbers indices_are_sorted unique_indices"),
+    # What becomes of indices out of bounds. CUDA clips those that are promised to be inside.
+    "mode": one_of(
+        lax.GatherScatterMode.CLIP,
+        lax.GatherScatterMode.FILL_OR_DROP,
+        lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    ),
 }
 
 
@@ -44,7 +44,7 @@ def _starts(
     ]
 
 
-@rule("dynamic_slice")
+@rule("dynamic_slice", **all_of("slice_sizes"))
 def _dynamic_slice(writer: LaneWriter, eqn: Any, operands: list[Value], __: Places) -> list[Value]:
     x, *indices = operands
     _, shape = result_type(eqn)
@@ -67,21 +67,16 @@ def _dynamic_update_slice(
     return [in_memory(buffer)]
 
 
-def _mode(eqn: Any) -> str:
-    """Return what becomes of indices out of bounds: "clip" or "drop"."""
-    name = str(eqn.params["mode"])
-    for known in ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS"):
-        if known in name:
-            return "drop" if known == "FILL_OR_DROP" else "clip"
-    raise Untranslatable(f"no CUDA for {eqn.primitive.name} with {name}")
+def _drops(eqn: Any) -> bool:
+    return bool(eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP)
 
 
-@rule("gather")
+@rule("gather", **_OF_GATHERS_AND_SCATTERS, **all_of("slice_sizes fill_value"))
 def _gather(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
     x, indices = operands
     dtype, shape = result_type(eqn)
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    drops = _mode(eqn) == "drop"
+    drops = _drops(eqn)
     computed_type(dtype)
     limits = [n - size for n, size in zip(x.shape, sizes, strict=True)]
     hidden = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -134,11 +129,14 @@ def _fill_value(writer: LaneWriter, eqn: Any, dtype: Any) -> str:
     return writer.constant(np.asarray(value).astype(dtype), dtype).first
 
 
-@rule(*_SCATTERS)
+@rule(
+    *("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
+    **_OF_GATHERS_AND_SCATTERS,
+    **all_of("update_jaxpr update_consts"),
+)
 def _scatter(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
     x, indices, updates = operands
-    numbers, drops = eqn.params["dimension_numbers"], _mode(eqn) == "drop"
-    function = _SCATTERS[eqn.primitive.name]
+    numbers, drops = eqn.params["dimension_numbers"], _drops(eqn)
     computed_type(x.dtype)
     hidden = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window_dims = [d for d in range(len(x.shape)) if d not in hidden]
@@ -170,7 +168,18 @@ def _scatter(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places
             place[d] = plus(place[d], f"lax::clamped_index({start}, {limit})" if limit else 0)
         with writer.block(f"if ({' && '.join(inside) or 'true'})"):
             value = updates.at(i)
-            if function is not None:
-                value = writer.rounded(x.dtype, f"lax::{function}({buffer.load(place)}, {value})")
+            if eqn.params["update_jaxpr"] is not None:
+                value = _updated(writer, eqn, buffer.load(place), value)
             writer.line(buffer.store(place, value))
     return [in_memory(buffer)]
+
+
+def _updated(writer: LaneWriter, eqn: Any, old: str, update: str) -> str:
+    """Write the function of an element and its update; return its result."""
+    update_jaxpr = compat.closed_jaxpr(eqn.params["update_jaxpr"])
+    dtype, _ = result_type(eqn)
+    consts = [writer.constant(x, np.asarray(x).dtype) for x in eqn.params["update_consts"]]
+    scalars = [writer.scalar(dtype, x) for x in (old, update)]
+    with writer.body_of_loop():
+        (result,) = writer.jaxpr(update_jaxpr, [*consts, *scalars])
+    return result.first

@@ -9,18 +9,24 @@ import jax
 import jax.numpy as jnp
 
 from jax_tilekern.epilogue.primitives import INNER_JAXPR
-from jax_tilekern.epilogue.understood import Untranslatable, located
+from jax_tilekern.epilogue.understood import (
+    Parameters,
+    Untranslatable,
+    all_of,
+    located,
+    refuse_unknown,
+)
 from jax_tilekern.interop import compat
 
 # What moves keys moves each word of their data alike.
 _MOVES = frozenset(
     {
         "broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "dynamic_update_slice",
-        "expand_dims", "gather", "reshape", "rev", "scatter", "select_n", "slice", "split",
+        "gather", "reshape", "rev", "scatter", "select_n", "slice", "split",
         "squeeze", "stack", "tile", "transpose", "unstack",
     }
 )  # fmt: skip
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 
 def is_key(aval: Any) -> bool:
@@ -82,12 +88,15 @@ def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
         return compat.bind_equation(eqn, operands)
     with compat.traced_from(eqn), located(eqn):
         if name in _RANDOM:
-            return [_RANDOM[name](eqn, *operands)]
+            function, parameters = _RANDOM[name]
+            refuse_unknown(eqn, parameters)
+            return [function(eqn, *operands)]
         if name in ("scan", "while", "cond"):
             params = {key: _raw(value) for key, value in eqn.params.items()}
             results = eqn.primitive.bind(*operands, **params)
             return list(results)
         if name in INNER_JAXPR and name not in _CUSTOM:
+            refuse_unknown(eqn)
             return _evaluated(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), operands)
         if name in _MOVES and all(compat.key_functions(x.aval.dtype).key_shape == (2,) for x in
                              (*eqn.invars, *eqn.outvars) if is_key(x.aval)):  # fmt: skip
@@ -148,12 +157,13 @@ def _seed(eqn: Any, seeds: Any) -> Any:
     return _of_each_key(function, jnp.asarray(seeds), 0)
 
 
-_RANDOM: dict[str, Callable[..., Any]] = {
-    "random_split": _split,
-    "random_bits": _bits,
-    "random_fold_in": _fold_in,
-    "random_seed": _seed,
-    "random_wrap": lambda _, data: data,
-    "random_unwrap": lambda _, keys: keys,
-    "random_clone": lambda _, keys: keys,
+# What each primitive is, and the parameters that it understands.
+_RANDOM: dict[str, tuple[Callable[..., Any], Parameters]] = {
+    "random_split": (_split, all_of("shape")),
+    "random_bits": (_bits, all_of("bit_width shape")),
+    "random_fold_in": (_fold_in, {}),
+    "random_seed": (_seed, all_of("impl")),
+    "random_wrap": (lambda _, data: data, all_of("impl")),
+    "random_unwrap": (lambda _, keys: keys, {}),
+    "random_clone": (lambda _, keys: keys, {}),
 }

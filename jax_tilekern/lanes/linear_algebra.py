@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.epilogue.understood import Untranslatable, all_of
 from jax_tilekern.interop import compat
 from jax_tilekern.lanes.arrays import Places
 from jax_tilekern.lanes.values import Value
@@ -23,7 +22,7 @@ Rows = list[list[Any]]
 
 
 def _of_matrices(
-    name: str, cores: tuple[int, ...]
+    name: str, cores: tuple[int, ...], parameters: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that makes a JAX function of matrices the rule of a primitive.
 
@@ -33,10 +32,12 @@ def _of_matrices(
         The primitive. The function gets its operands and parameters.
     cores
         The dimensions of one matrix or vector, for each operand. Others are batches.
+    parameters
+        Those that the function understands.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        @rule(name)
+        @rule(name, **all_of(parameters))
         def write(writer: LaneWriter, eqn: Any, operands: list[Value], __: Places) -> list[Value]:
             shapes = [
                 x.shape[len(x.shape) - dims :] for x, dims in zip(operands, cores, strict=True)
@@ -64,7 +65,7 @@ def _matrix(rows: Rows, shape: tuple[int, ...]) -> Any:
 
 
 @_of_matrices("cholesky", (2,))
-def _cholesky(x: Any, **_: Any) -> Any:
+def _cholesky(x: Any) -> Any:
     a, n = _rows(x), x.shape[0]
     zero = jnp.zeros((), x.dtype)
     found = [[zero] * n for _ in range(n)]
@@ -81,7 +82,7 @@ def _cholesky(x: Any, **_: Any) -> Any:
 
 
 @_of_matrices("lu", (2,))
-def _lu(x: Any, **_: Any) -> Any:
+def _lu(x: Any) -> Any:
     a, (m, n) = _rows(x), x.shape
     order, pivots = [jnp.int32(i) for i in range(m)], []
     for k in range(min(m, n)):
@@ -107,7 +108,7 @@ def _exchanged(here: Any, row: list[Any], other: list[Any]) -> tuple[list[Any], 
     return [jnp.where(here, y, x) for x, y in pairs], [jnp.where(here, x, y) for x, y in pairs]
 
 
-@_of_matrices("lu_pivots_to_permutation", (1,))
+@_of_matrices("lu_pivots_to_permutation", (1,), "permutation_size")
 def _permutation(pivots: Any, *, permutation_size: int) -> Any:
     order = jnp.arange(permutation_size, dtype=pivots.dtype)
     for k in range(pivots.shape[0]):
@@ -117,7 +118,7 @@ def _permutation(pivots: Any, *, permutation_size: int) -> Any:
     return order
 
 
-@_of_matrices("qr", (2,))
+@_of_matrices("qr", (2,), "pivoting full_matrices use_magma")
 def _qr(x: Any, *, pivoting: bool, full_matrices: bool, **_: Any) -> Any:
     if pivoting:
         raise Untranslatable("no CUDA for qr with pivoting")
@@ -153,7 +154,7 @@ def _reflect(a: Rows, k: int, factor: Any, v: list[Any], columns: range) -> None
             row[j] = row[j] - factor * product * x
 
 
-@_of_matrices("triangular_solve", (2, 2))
+@_of_matrices("triangular_solve", (2, 2), "left_side lower transpose_a conjugate_a unit_diagonal")
 def _triangular_solve(
     a: Any,
     b: Any,
@@ -182,7 +183,7 @@ def _triangular_solve(
     return x if left_side else x.T
 
 
-@rule("custom_linear_solve")
+@rule("custom_linear_solve", **all_of("const_lengths jaxprs"))
 def _linear_solve(
     writer: LaneWriter, eqn: Any, operands: list[Value], places: Places
 ) -> list[Value]:
@@ -193,18 +194,3 @@ def _linear_solve(
     known = operands[start : start + before.solve]
     solve = compat.closed_jaxpr(eqn.params["jaxprs"].solve)
     return writer.jaxpr(solve, [*known, *right], places)
-
-
-@rule("top_k")
-def _top_k(writer: LaneWriter, eqn: Any, operands: list[Value], _: Places) -> list[Value]:
-    """Sort from the end: of equal elements the first one comes first."""
-    k, axis = eqn.params["k"], eqn.params["axis"]
-
-    def means(x: Any) -> list[Any]:
-        numbers = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-        backwards = [lax.rev(y, (axis,)) for y in (x, numbers)]
-        in_order = lax.sort(backwards, dimension=axis, is_stable=True, num_keys=1)
-        first = [lax.rev(y, (axis,)) for y in in_order]
-        return [lax.slice_in_dim(y, 0, k, axis=axis) for y in first]
-
-    return writer.meaning(means, eqn, operands)

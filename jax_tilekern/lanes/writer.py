@@ -23,7 +23,13 @@ import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import ScalarWriter, computed_type, literal
 from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_elementwise
-from jax_tilekern.epilogue.understood import Untranslatable, located, refuse_unknown
+from jax_tilekern.epilogue.understood import (
+    Parameters,
+    Untranslatable,
+    broadcasts,
+    located,
+    refuse_unknown,
+)
 from jax_tilekern.interop import compat
 from jax_tilekern.lanes.values import (
     Buffer,
@@ -57,22 +63,44 @@ _MAX_ROW = 16
 _MAX_STEP = 1500
 
 Rule = Callable[["LaneWriter", Any, list[Value], Sequence[Buffer | None]], list[Value]]
-# The rule of each primitive that is not elementwise.
-RULES: dict[str, Rule] = {}
+# The rule of each primitive that is not elementwise, and the parameters that it understands.
+RULES: dict[str, tuple[Rule, Parameters]] = {}
 
 
 class TooLong(Exception):
     """The text of a kernel exceeds its limit."""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers the rule of primitives."""
+def rule(*names: str, **parameters: Callable[[Any], bool]) -> Callable[[Rule], Rule]:
+    """Return a decorator that registers the rule of primitives.
+
+    It is called for equations that have no parameters but these, with values that are accepted.
+    """
 
     def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
+        RULES.update((name, (function, parameters)) for name in names)
         return function
 
     return register
+
+
+def broadcast(x: Value, shape: Shape, eqn: Any) -> Value:
+    """Return an operand of an elementwise equation as an array of the result's shape.
+
+    Raises
+    ------
+    Untranslatable
+        If it has another size than the result in some dimension, and not 1.
+    """
+    if x.shape == shape:
+        return x
+    if not broadcasts(x.shape, shape):
+        raise Untranslatable(
+            f"no CUDA for {eqn.primitive.name} of shape {x.shape} for a result of shape {shape}"
+        )
+    if x.size == 1:
+        return everywhere(x.dtype, shape, x.first)
+    return x.view(shape, lambda i: [0 if n == 1 else k for n, k in zip(x.shape, i, strict=True)])
 
 
 class _Scope:
@@ -365,15 +393,17 @@ class LaneWriter:
         self, eqn: Any, operands: list[Value], places: Sequence[Buffer | None]
     ) -> list[Value]:
         name = eqn.primitive.name
+        if name in references:
+            return self.meaning(functools.partial(references[name], **eqn.params), eqn, operands)
+        if name in RULES:
+            write, understood = RULES[name]
+            refuse_unknown(eqn, understood)
+            return write(self, eqn, operands, places)
         if name in INNER_JAXPR:
             refuse_unknown(eqn)
             return self.jaxpr(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), operands, places)
-        if name in RULES:
-            return RULES[name](self, eqn, operands, places)
-        if name in references:
-            return self.meaning(functools.partial(references[name], **eqn.params), eqn, operands)
         if is_elementwise(name):
-            return [self._elementwise(eqn, operands, places[0])]
+            return [self.elementwise(eqn, operands, places[0])]
         raise Untranslatable(f"no CUDA for {name}")
 
     def meaning(self, function: Callable[..., Any], eqn: Any, operands: list[Value]) -> list[Value]:
@@ -381,21 +411,21 @@ class LaneWriter:
         with compat.without_mesh():
             return self.jaxpr(jax.make_jaxpr(function)(*(x.aval for x in eqn.invars)), operands)
 
-    def _elementwise(self, eqn: Any, operands: list[Value], place: Buffer | None) -> Value:
+    def elementwise(self, eqn: Any, operands: list[Value], place: Buffer | None) -> Value:
+        """Write an equation of each element; return its result."""
         (out,) = eqn.outvars
         dtype, shape = np.dtype(out.aval.dtype), tuple(out.aval.shape)
+        read = [broadcast(x, shape, eqn) for x in operands]
         if math.prod(shape) == 1:
-            return everywhere(dtype, shape, self.equation(eqn, [x.first for x in operands]))
+            return everywhere(dtype, shape, self.equation(eqn, [x.first for x in read]))
         buffer = self.array(dtype, shape, place)
         flat = buffer.flattened()
-        if flat is not None and all(not x.shape or x.flat is not None for x in operands):
+        if flat is not None and all(x.flat is not None for x in read):
             with self.elements((math.prod(shape),)) as (i,):
-                read = [x.at_position(i) if x.shape else x.first for x in operands]
-                self.line(flat.store((i,), self.equation(eqn, read)))
+                self.line(flat.store((i,), self.equation(eqn, [x.at_position(i) for x in read])))
         else:
             with self.elements(shape) as indices:
-                read = [x.at(indices) if x.shape else x.first for x in operands]
-                self.line(buffer.store(indices, self.equation(eqn, read)))
+                self.line(buffer.store(indices, self.equation(eqn, [x.at(indices) for x in read])))
         return in_memory(buffer)
 
     def equation(self, eqn: Any, operands: list[str]) -> str:
