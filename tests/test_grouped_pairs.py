@@ -1,4 +1,4 @@
-"""Two grouped GEMMs in one kernel: of one lhs with a function of both, and their sum."""
+"""Two grouped GEMMs of one lhs in one kernel, with a function of both."""
 
 import dataclasses
 
@@ -18,9 +18,8 @@ from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.ops.fused_contraction import labelled_operands
 from jax_tilekern.ops.pair_contraction import contract_pair
 from jax_tilekern.ops.ragged_dot import rows_by_matrices
-from jax_tilekern.ops.shared_contractions import contract_each, contract_sum
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
-from jax_tilekern.plans.grouped_gemm.problem import GroupedPair, GroupedSum
+from jax_tilekern.plans.grouped_gemm.problem import GroupedPair
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 
 # Few CTAs have several tiles each.
@@ -53,17 +52,10 @@ def pair(arithmetic="bf16", rows=ROWS, n=N, k=K, groups=GROUPS, **layout):
     return GroupedPair(plain.geometry, *plain.dtypes, arithmetic, epilogue)
 
 
-def sum_of(arithmetic="bf16", rows=ROWS, n=N, k=K, groups=GROUPS, **layout):
-    dtype = {"bf16": BF16, "f16": F16}[arithmetic]
-    plain = ragged_product_of(arithmetic, "m", groups, rows, n, k, types=(dtype,) * 3, **layout)
-    return GroupedSum(plain.geometry, *plain.dtypes, arithmetic)
-
-
 PAIR_KEYS = (
     "256x128", "256x128 clusters of 2", "128x192 ping-pong", "128x128 ping-pong clusters of 2",
     "128x64 by 1",
 )  # fmt: skip
-SUM_KEYS = "128x256", "128x256 clusters of 2", "64x64 by 1"
 
 
 def emulated(product, key, arrays, **how):
@@ -134,33 +126,15 @@ def test_a_function_of_two_products(key, bounds, k_major, arithmetic):
     assert not out[~inside].any()
 
 
-@needs_emulator
-@pytest.mark.parametrize(("key", "bounds", "k_major", "arithmetic"), cases(SUM_KEYS))
-@pytest.mark.one_in(5)
-def test_sum_of_two_products(key, bounds, k_major, arithmetic):
-    product = sum_of(arithmetic, rhs_k_major=k_major)
-    limits = BOUNDS[bounds]
-    lhs, rhs = operands(product.lhs_dtype, 2)
-    laid = [np.ascontiguousarray(w.swapaxes(1, 2)) if k_major else w for w in rhs]
-    arrays = [lhs[0], laid[0], np.asarray(limits, np.int32), lhs[1], laid[1]]
-    out, *others = (emulated(product, key, arrays, **how) for how in HOWS)
-    for other in others:
-        np.testing.assert_array_equal(out, other)
-    wanted, scale = sum(products_of(x, w, limits) for x, w in zip(lhs, rhs, strict=True))
-    assert (np.abs(out.astype(np.float64) - wanted) <= 2**-8 * scale).all()
-
-
 @needs_nvrtc
 @pytest.mark.parametrize("k_major", [False, True])
 def test_kernels_compile_to_what_the_plan_assumes(k_major):
     sizes = {"rows": 65536, "n": 1280, "k": 2560, "groups": 64, "rhs_k_major": k_major}
-    for product in (pair(**sizes), sum_of(**sizes)):
-        for candidate in grouped_wgmma_candidates(product, H100):
-            entry = candidate.plan(H100).launches[-1].entry
-            assert not entry.serialized, candidate.key
-            # Wide tiles of a pair have as many accumulators as registers beside them.
-            allowed = 128 if isinstance(product, GroupedPair) else 0
-            assert entry.spill_bytes <= allowed, candidate.key
+    for candidate in grouped_wgmma_candidates(pair(**sizes), H100):
+        entry = candidate.plan(H100).launches[-1].entry
+        assert not entry.serialized, candidate.key
+        # Wide tiles have as many accumulators as registers beside them.
+        assert entry.spill_bytes <= 128, candidate.key
 
 
 # Meaning, on any platform.
@@ -169,24 +143,11 @@ CALL = {"contraction": rows_by_matrices(), "precision": jax.lax.Precision.HIGHES
 SIZES = np.array([0, 3, 3, 7, 9], np.int32)
 
 
-def arrays_of(rng, dtype=np.float64):
-    """Rows and matrices of two products."""
-    return [random(rng, shape, dtype) for shape in ((10, 5), (4, 5, 6), (10, 5), (4, 5, 6))]
-
-
 def dense(lhs, rhs):
     """Products of rows, those of no group zeros."""
     group = np.searchsorted(SIZES[1:], np.arange(10), "right")
     rows = jnp.einsum("mk,mkn->mn", lhs, rhs[np.minimum(group, 3)], precision="highest")
     return jnp.where((group < 4)[:, None], rows, 0)
-
-
-def each(lhs, first, second):
-    return contract_each(lhs, first, second, SIZES, **CALL, out_dtype=lhs.dtype)
-
-
-def total(*operands):
-    return contract_sum(*operands, SIZES, **CALL, out_dtype=operands[0].dtype)
 
 
 def combined(lhs, first, second, weight, bias):
@@ -205,18 +166,10 @@ def combined_by_parts(lhs, first, second, weight, bias):
     return jnp.where(inside, found, 0)
 
 
-FUNCTIONS = {
-    "each": (each, lambda x, a, b: [dense(x, a), dense(x, b)], [0, 1, 3]),
-    "sum": (total, lambda x, a, y, b: dense(x, a) + dense(y, b), [0, 1, 2, 3]),
-    "pair": (combined, combined_by_parts, [0, 1, 3, 4, 5]),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_derivatives_and_batches(rng, x64, name):
-    ours, theirs, used = FUNCTIONS[name]
-    more = [random(rng, s, np.float64) for s in ((10, 1), (4, 6))]
-    operands = [[*arrays_of(rng), *more][i] for i in used]
+def test_values_derivatives_and_batches(rng, x64):
+    ours, theirs = combined, combined_by_parts
+    shapes = (10, 5), (4, 5, 6), (4, 5, 6), (10, 1), (4, 6)
+    operands = [random(rng, shape, np.float64) for shape in shapes]
 
     def close(f, g, *args):
         jax.tree.map(

@@ -34,7 +34,6 @@ from jax_tilekern.ops.ragged_dot import rows_by_matrices
 from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.order import order_and_places
 from jax_tilekern.ops.segments.plan import is_too_large
-from jax_tilekern.ops.shared_contractions import contract_each
 
 # Names of the dimensions of each array. Values that the activation closes over have none.
 DIMS = {
@@ -105,8 +104,8 @@ def _layer(
     products: _Products | Fp8Products
     if recipe is None:
         products = _Products(by_expert.bounds, precision)
-        # A copy for each product whose cotangent adds to that of the rows.
-        copies = 1 if "w_gate" not in arrays or _has_one_cotangent(arrays) else 2
+        # A copy for each product: their cotangents are added as they are summed to tokens.
+        copies = len(_first_products(arrays))
         rows = spread_rows(x, by_expert.places, by_expert.tokens, copies)
         hidden = _hidden(activation, products, rows, weights, arrays, differentiated)
     else:
@@ -125,14 +124,6 @@ def _layer(
             (bias,),
         )
     return combine_rows(results, places=by_expert.places, tokens=by_expert.tokens)
-
-
-def _has_one_cotangent(arrays: dict[str, Array]) -> bool:
-    """Whether the cotangents of both first products' rows are one, the sum of two products.
-
-    Otherwise each product has its own, and they are added as they are summed to tokens.
-    """
-    return not {"b_up", "b_gate"} & arrays.keys()
 
 
 class _Products(NamedTuple):
@@ -155,12 +146,6 @@ class _Products(NamedTuple):
     def plain(self, rows: Array, w: Array, dtype: Any) -> Array:
         """Multiply the rows."""
         return contract(rows, w, self.bounds, **self._call(), out_dtype=dtype)
-
-    def each(self, rows: Array, first: Array, second: Array, dtype: Any) -> list[Array]:
-        """Multiply the rows by the matrices of two arrays."""
-        rows, first = common_type(rows, first, dtype, self.precision)
-        second = compat.as_type(second, first.dtype)
-        return contract_each(rows, first, second, self.bounds, **self._call(), out_dtype=dtype)
 
     def with_epilogue(
         self,
@@ -302,16 +287,13 @@ def _hidden(
     def unfused(
         products: _Products, rows: Any, matrices: Any, weights: Array, biases: Any, read: Any
     ) -> Array:
-        if len(rows) < len(matrices):
-            values = products.each(rows[0], matrices[0], matrices[1], dtype)
-        else:
-            left = iter(biases)
-            values = [
-                products.with_epilogue(x, w, dtype, jnp.add, (), (next(left),))
-                if has_bias
-                else products.plain(x, w, dtype)
-                for x, w, has_bias in zip(rows, matrices, biased, strict=True)
-            ]
+        left = iter(biases)
+        values = [
+            products.with_epilogue(x, w, dtype, jnp.add, (), (next(left),))
+            if has_bias
+            else products.plain(x, w, dtype)
+            for x, w, has_bias in zip(rows, matrices, biased, strict=True)
+        ]
         result: Array = value(read, weights, *map(_saved, values))
         return result
 

@@ -108,22 +108,6 @@ class GroupedPair(OfPair[GroupedGeometry], GroupedProduct):
 
 
 @dataclass(frozen=True)
-class GroupedSum(GroupedProduct):
-    """The sum of two grouped GEMMs of ragged rows.
-
-    The operands of both have the same types, sizes and strides. The buffers of the second ``lhs``
-    and ``rhs`` follow those of the first product's operands.
-    """
-
-    _OPERANDS: ClassVar[int] = 5
-
-    def alignments(self, *own: int) -> tuple[int, ...]:
-        """Return the alignment of every buffer, in bytes."""
-        lhs, rhs, bounds, out = own
-        return lhs, rhs, bounds, lhs, rhs, out
-
-
-@dataclass(frozen=True)
 class GroupedScaledProduct(OfScaled[GroupedGeometry], GroupedProduct):
     """A grouped GEMM of ragged rows of operands with scales, of which ``lhs`` has those of rows."""
 

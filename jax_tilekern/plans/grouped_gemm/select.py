@@ -12,7 +12,6 @@ from jax_tilekern.plans.grouped_gemm.problem import (
     GroupedPair,
     GroupedProduct,
     GroupedScaledProduct,
-    GroupedSum,
 )
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
@@ -37,7 +36,7 @@ def plan_grouped_gemm(product: GroupedProduct, gpu: Gpu) -> LaunchPlan | NoKerne
     NvrtcNotFound
         If there is no NVRTC to compile the kernel with.
     """
-    hopper_alone = isinstance(product, GroupedPair | GroupedSum | GroupedScaledProduct)
+    hopper_alone = isinstance(product, GroupedPair | GroupedScaledProduct)
     found = ranked_candidates((GROUPED_WGMMA,) if hopper_alone else _FAMILIES, product, gpu)
     if isinstance(found, NoKernel):
         return found

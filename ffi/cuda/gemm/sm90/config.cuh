@@ -42,9 +42,6 @@ struct WgmmaConfig {
   // Whether lhs is a pair of matrices: the tile of lhs has, in blocks of 64 rows, rows of the first
   // and the same rows of the second. The output tile has half as many rows.
   bool lhs_pair;
-  // Products that are added, of operands of one shape: 1, or 2. The k-tiles of the second come
-  // after those of the first.
-  int terms;
 
   // Rows and columns of the output tile.
   constexpr int out_m() const { return lhs_pair ? block_m / 2 : block_m; }
@@ -75,7 +72,7 @@ struct WgmmaShape {
   int32 batches;
   int32 m;
   int32 n;
-  // All k-tiles, of all terms, and those of each split-K part, whose accumulators are an output of
+  // All k-tiles, and those of each split-K part, whose accumulators are an output of
   // their own.
   int32 k_tiles;
   int32 split_k_tiles;

@@ -50,10 +50,9 @@ class TmaProducer {
                 (config.rhs_k_major && config.parts == 1 && config.block_n % kColumnStep == 0));
   static_assert(!config.pair || (config.parts == 1 && !Scheduler::kPartialN));
   static_assert(!config.lhs_pair || (config.parts == 1 && sizeof(typename Lhs::Shared) == 2));
-  static_assert(config.terms == 1 || (Scheduler::kPartialN && !config.lhs_pair));
 
  public:
-  // `second` has the second matrix of a pair, or the operands of the second term.
+  // `second` has the second matrix of a pair.
   TmaProducer(const Pipeline& pipeline, const WgmmaShape& shape, int cta, const Epilogue& epilogue,
               const OperandMaps& operands, const OperandMaps& second,
               const typename Mma::Params& mma_params)
@@ -66,13 +65,11 @@ class TmaProducer {
         mma_params_(mma_params) {}
 
   static void prefetch(const OperandMaps& operands, const OperandMaps& second) {
-    constexpr bool kTerms = config.terms > 1;
     prefetch_tensor_map(operands.lhs);
     prefetch_tensor_map(operands.rhs);
     if (Scheduler::kPartialN) prefetch_tensor_map(operands.rhs_step);
-    if (config.lhs_pair || kTerms) prefetch_tensor_map(second.lhs);
-    if (config.pair || kTerms) prefetch_tensor_map(second.rhs);
-    if (Scheduler::kPartialN && kTerms) prefetch_tensor_map(second.rhs_step);
+    if (config.lhs_pair) prefetch_tensor_map(second.lhs);
+    if (config.pair) prefetch_tensor_map(second.rhs);
   }
 
   void run(const typename Scheduler::Params& params) const {
@@ -134,13 +131,7 @@ class TmaProducer {
     int bytes = Scheduler::kPartialN ? LhsTile::kBytes + columns * kTileRowBytes : kStageBytes;
     if constexpr (Mma::kScaleBytes > 0) bytes += Mma::loaded_bytes(mma_params_, work);
     mbarrier_arrive_expect_tx(full, bytes);
-    const int of_first = shape_.k_tiles / config.terms;
-    const bool is_second = config.terms > 1 && k_tile >= of_first;
-    // Each map is chosen by itself: ptxas would have a struct that is chosen in local memory.
-    const OperandMaps operands = {is_second ? second_.lhs : operands_.lhs,
-                                  is_second ? second_.rhs : operands_.rhs,
-                                  is_second ? second_.rhs_step : operands_.rhs_step};
-    const int k = work.k + (is_second ? k_tile - of_first : k_tile) * config.block_k;
+    const int k = work.k + k_tile * config.block_k;
     uint32 to = pipeline_.stage(state.stage);
 #pragma unroll
     for (int part = 0; part < config.parts; ++part) {
@@ -148,7 +139,7 @@ class TmaProducer {
 #pragma unroll 1
       for (int chunk = 0; chunk < LhsTile::kBytes / LhsPart::kChunkBytes; ++chunk) {
         const bool of_second = config.lhs_pair && chunk % 2 > 0;
-        tma_load(to, of_second ? second_.lhs : operands.lhs,
+        tma_load(to, of_second ? second_.lhs : operands_.lhs,
                  LhsPart::coordinates(config.lhs_pair ? chunk / 2 : chunk, work.m,
                                       k + part * shape_.part_step, work.lhs_batch),
                  full);
@@ -158,9 +149,9 @@ class TmaProducer {
 #pragma unroll
     for (int part = 0; part < config.parts; ++part) {
       if constexpr (Scheduler::kPartialN) {
-        load_columns(to, operands, work, columns, k, full);
+        load_columns(to, work, columns, k, full);
       } else {
-        load_rhs(to, operands.rhs, work, k + part * shape_.part_step, full);
+        load_rhs(to, operands_.rhs, work, k + part * shape_.part_step, full);
         if constexpr (config.pair) load_rhs(to + RhsTile::kBytes / 2, second_.rhs, work, k, full);
       }
       to += RhsTile::kBytes;
@@ -182,20 +173,19 @@ class TmaProducer {
 
   // The CTA's share of a partial tile, in few TMA tiles, since each takes the producer thread some
   // time.
-  void load_columns(uint32 to, const OperandMaps& operands, const WorkTile& work, int columns,
-                    int k, uint32 full) const {
+  void load_columns(uint32 to, const WorkTile& work, int columns, int k, uint32 full) const {
     constexpr int kLong = Scheduler::kTmaColumns, kShort = Scheduler::kTmaColumnStep;
     const int shorts = columns / kShort;
     int column = shorts * cta_ / config.cluster * kShort;
     const int end = shorts * (cta_ + 1) / config.cluster * kShort;
 #pragma unroll 1
     for (; column + kLong <= end; column += kLong) {
-      load_to_cluster(to + column * kTileRowBytes, operands.rhs,
+      load_to_cluster(to + column * kTileRowBytes, operands_.rhs,
                       RhsTile::coordinates(0, work.n + column, k, work.rhs_batch), full);
     }
 #pragma unroll 1
     for (; column < end; column += kShort) {
-      load_to_cluster(to + column * kTileRowBytes, operands.rhs_step,
+      load_to_cluster(to + column * kTileRowBytes, operands_.rhs_step,
                       RhsTile::coordinates(0, work.n + column, k, work.rhs_batch), full);
     }
   }

@@ -55,7 +55,7 @@ class ScaledMma {
   static constexpr int kRowBlocks = config.consumer_m() / 64;
   static constexpr int kCount = config.block_n / 2;
   static_assert(config.lhs_k_major && config.rhs_k_major && config.parts == 1);
-  static_assert(!config.pair && !config.lhs_pair && config.terms == 1);
+  static_assert(!config.pair && !config.lhs_pair);
   static_assert(config.block_k == 128, "the k of a scale is that of a k-tile");
   static_assert(config.consumer_m() % 64 == 0);
   // A quad of lanes has these rows. Each lane loads the scale of one of them.

@@ -47,25 +47,4 @@ __global__ void __launch_bounds__(config.threads(), 1)
       .run({lhs, rhs, rhs_step}, {second_lhs, rhs, rhs_step}, out_map, out_map, out);
 }
 
-// The sum of two products of operands of one shape, for one set of groups.
-template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, Ragged ragged,
-          int column_step, int tma_column_step, int tma_columns>
-__global__ void __launch_bounds__(config.threads(), 1)
-    ragged_wgmma_matmul_of_sum(const __grid_constant__ TensorMap lhs,
-                               const __grid_constant__ TensorMap rhs,
-                               const __grid_constant__ TensorMap out_map, Out* out,
-                               const __grid_constant__ TensorMap second_lhs,
-                               const __grid_constant__ TensorMap second_rhs,
-                               const __grid_constant__ TensorMap second_rhs_step,
-                               const __grid_constant__ TensorMap rhs_step, const int32* bounds,
-                               int32* claimed, const __grid_constant__ WgmmaShape shape,
-                               const __grid_constant__ GroupShape groups) {
-  static_assert(config.terms == 2);
-  using Tiles = GroupedTiles<config, ragged, column_step, tma_column_step, tma_columns>;
-  using Scheduler = DynamicPersistentScheduler<config, Tiles>;
-  WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, IdentityEpilogue>(
-      shape, {{shape, groups, bounds}, claimed}, {})
-      .run({lhs, rhs, rhs_step}, {second_lhs, second_rhs, second_rhs_step}, out_map, out_map, out);
-}
-
 }  // namespace tilekern

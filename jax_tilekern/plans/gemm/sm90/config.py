@@ -154,7 +154,6 @@ class WgmmaInstance:
     parts: int = 1
     pair: bool = False
     lhs_pair: bool = False
-    terms: int = 1
     symmetric: bool = False
     scaled_columns: bool | None = None
     dynamic: bool = False
@@ -178,7 +177,7 @@ class WgmmaInstance:
                     "grouped_gemm/sm90/scaled_matmul.cuh",
                     f"tilekern::{name}, {str(self.scaled_columns).lower()}>",
                 )
-            of = "_of_pair" if self.lhs_pair else "_of_sum" if self.terms > 1 else ""
+            of = "_of_pair" if self.lhs_pair else ""
             name = f"tilekern::ragged_wgmma_matmul{of}<{types}{config}, {ragged}, {steps}>"
             return Kernel("grouped_gemm/sm90/matmul.cuh", name)
         if self.dynamic:

@@ -385,7 +385,7 @@ def launch_tiles(
         Whether the kernel stores elements of the output.
     """
     tiles_m, tiles_n = tile.grid(view.lhs.mn, view.rhs.mn)
-    k_tiles = instance.terms * math.ceil(view.k / instance.block_k)
+    k_tiles = math.ceil(view.k / instance.block_k)
     split_k_tiles = math.ceil(k_tiles / splits)
     if work_tiles is None:
         work_tiles = math.ceil(k_tiles / split_k_tiles) * math.prod(view.batch) * tiles_m * tiles_n

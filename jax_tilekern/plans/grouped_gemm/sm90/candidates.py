@@ -46,7 +46,6 @@ from jax_tilekern.plans.grouped_gemm.problem import (
     GroupedPair,
     GroupedProduct,
     GroupedScaledProduct,
-    GroupedSum,
     max_tiles,
     pack_groups,
 )
@@ -98,7 +97,7 @@ def _busy_cycles(
     columns = min(tile.block_n, math.ceil((rows + instance.column_step / 2) / tiles))
     tiles_m, _ = tile.grid(view.lhs.mn, 1)
     average_tiles = math.prod(geometry.batch) * geometry.used_groups * tiles * tiles_m
-    k_tiles = instance.terms * math.ceil(view.k / instance.block_k)
+    k_tiles = math.ceil(view.k / instance.block_k)
     average = dataclasses.replace(tile, block_n=columns)
     cycles = busy_cycles(
         average, instance, view, arithmetic, average_tiles, k_tiles, gpu, product.epilogue
@@ -125,7 +124,6 @@ def _in_clusters(
 
 _NAMES = {
     GroupedPair: "ragged_wgmma_matmul of a pair",
-    GroupedSum: "ragged_wgmma_matmul of a sum",
     GroupedScaledProduct: "scaled_ragged_wgmma_matmul",
 }
 _BOUNDS = Buffer(2)
@@ -231,15 +229,9 @@ class GroupedWgmmaCandidate(TiledWgmmaCandidate):
 
     def _second_maps(self, view: OrientedProduct) -> tuple[TensorMap, ...]:
         """Return the maps of the second product's operands, if there are two products."""
-        instance = self.instance
-        if isinstance(self.product, GroupedPair):
-            return (lhs_map(dataclasses.replace(view, lhs_buffer=_SECOND), instance),)
-        if isinstance(self.product, GroupedSum):
-            # The kernel's lhs is the product's rhs.
-            second = dataclasses.replace(view, lhs_buffer=_SECOND + 1, rhs_buffer=_SECOND)
-            steps = (instance.rhs_tma_rows, instance.tma_column_step)
-            return (lhs_map(second, instance), *(rhs_map(second, instance, x) for x in steps))
-        return ()
+        if not isinstance(self.product, GroupedPair):
+            return ()
+        return (lhs_map(dataclasses.replace(view, lhs_buffer=_SECOND), self.instance),)
 
 
 def grouped_wgmma_candidates(
@@ -250,9 +242,6 @@ def grouped_wgmma_candidates(
     refused = refusal(product, how.types, gpu)
     if refused:
         return refused
-    if isinstance(product, GroupedSum) and how.promote:
-        # ptxas would serialize their MMAs (C7511).
-        return NoKernel("no kernel of a sum promotes its accumulators")
     if isinstance(product, GroupedPair) and product.lhs_dtype.itemsize != 2:
         return NoKernel("kernels of pairs have 16-bit operands")
     view = _view(product, swapped=False)
@@ -340,7 +329,6 @@ def _instance(
         ragged="k" if geometry.ragged == "k" else "n" if instance.out_m_major else "m",
         column_step=tile.block_n if one_shape else _column_step(tile, view, promote),
         scheduler_bytes=RING_BYTES + tile_numbers_bytes,
-        terms=2 if isinstance(product, GroupedSum) else 1,
     ).with_max_stages(gpu)
 
 
