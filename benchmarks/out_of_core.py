@@ -6,11 +6,7 @@ The bound is the slower of the product's rate on the device and the bus's rate f
 the plan reads and writes, each measured alone.
 """
 
-from __future__ import annotations
-
 import argparse
-import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +15,9 @@ import numpy as np
 from benchmarks.records.record import program_record
 from jax_tilekern import out_of_core
 from jax_tilekern.cli.console import output_file, write_json
+from jax_tilekern.tuning.wall_time import wall_seconds
 
 HELP = "time a product of operands larger than the memory that it may use"
-
-_CHECKED = 64
-# Operands repeat a random block, which is quickly made.
-_BLOCK = 2048
-
-
-def operand(rng: np.random.Generator, size: int, dtype: Any) -> np.ndarray[Any, Any]:
-    """Return a square matrix of normal numbers that repeat."""
-    block = rng.standard_normal((min(_BLOCK, size),) * 2).astype(dtype)
-    times = -(-size // len(block))
-    return np.tile(block, (times, times))[:size, :size]
-
-
-def error(a: Any, b: Any, product: Any, rng: np.random.Generator) -> float:
-    """Return the largest error of some elements, in terms of what random terms add up to."""
-    rows, columns = (rng.integers(0, len(a), _CHECKED) for _ in range(2))
-    lhs, rhs = np.asarray(a[rows], np.float64), np.asarray(b[:, columns], np.float64).T
-    exact, scale = (lhs * rhs).sum(1), np.sqrt(((lhs * rhs) ** 2).sum(1))
-    return float((np.abs(np.asarray(product[rows, columns], np.float64) - exact) / scale).max())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,42 +25,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=65536)
     parser.add_argument("--limit-gib", type=float, default=8.0)
     parser.add_argument("--type", default="bfloat16")
-    parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print and record."""
-    rng = np.random.default_rng(0)
-    dtype = jnp.dtype(arguments.type)
-    a, b = (operand(rng, arguments.size, dtype) for _ in range(2))
-    out = np.zeros((arguments.size, arguments.size), dtype)
-    limit = int(arguments.limit_gib * 2**30)
-    plan = out_of_core.plan(a, b, memory_limit=limit)
-    print(plan, flush=True)
-    seconds = []
-    for _ in range(arguments.runs):
-        start = time.perf_counter()
-        seen: list[out_of_core.Progress] = []
-        out_of_core.matmul(a, b, out=out, memory_limit=limit, progress=seen.append)
-        seconds.append(time.perf_counter() - start)
-        assert seen[-1].read_bytes == plan.read_bytes
-        print(f"{seconds[-1]:.2f} s, bound {plan.seconds:.2f} s", flush=True)
-    wrong = error(a, b, out, rng)
-    stats = jax.local_devices()[0].memory_stats() or {}
+    size, limit = arguments.size, int(arguments.limit_gib * 2**30)
+    # A random block that repeats is quickly made.
+    block = np.random.default_rng(0).standard_normal((min(2048, size),) * 2)
+    a = np.tile(block.astype(jnp.dtype(arguments.type)), (-(-size // len(block)),) * 2)[
+        :size, :size
+    ]
+    out, plan = np.zeros_like(a), out_of_core.plan(a, a, memory_limit=limit)
     row = {
         "plan": str(plan),
-        "size": arguments.size,
-        "type": arguments.type,
-        "memory_limit": limit,
-        "peak_bytes_in_use": stats.get("peak_bytes_in_use"),
-        "read_bytes": plan.read_bytes,
-        "write_bytes": plan.write_bytes,
-        "seconds": seconds,
+        "seconds": [
+            wall_seconds(lambda: out_of_core.matmul(a, a, out=out, memory_limit=limit))
+            for _ in range(2)
+        ],
         "bound_seconds": plan.seconds,
-        "error": wrong,
+        "peak_bytes_in_use": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }
-    print(f"error {wrong:.1e}, peak {row['peak_bytes_in_use']} bytes of {limit}")
+    lhs, rhs = np.asarray(a[:64], np.float64), np.asarray(a[:, :64], np.float64)
+    wrong = (np.asarray(out[:64, :64], np.float64) - lhs @ rhs) / np.sqrt(lhs**2 @ rhs**2)
+    row["error"] = float(np.abs(wrong).max())
+    print(*(f"{name}: {value}" for name, value in row.items()), sep="\n")
     if arguments.json:
         write_json(arguments.json, program_record(arguments.command_line) | {"rows": [row]})
     return 0

@@ -1,7 +1,7 @@
-"""Products by blocks: plans, bits, what is read, interruptions and errors."""
+"""``out_of_core.matmul``: plans, bits, what is read, errors; inside ``jit`` derivatives too."""
 
-import json
-import os
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,120 +9,45 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numerics import BF16, UNIT_ROUNDOFF, exact
+from jax.sharding import SingleDeviceSharding
+from numerics import BF16, UNIT_ROUNDOFF, assert_close, exact, on_gpu, whole
 
-import jax_tilekern as jtk
 from jax_tilekern import out_of_core
-from jax_tilekern.out_of_core import product, transfer
-from jax_tilekern.out_of_core.plan import WholeProduct, choose_plan
+from jax_tilekern.out_of_core.blocks import WholeProduct, choose_plan
 
-F32 = [np.dtype(np.float32)] * 4
-NARROW = [np.dtype(t) for t in (np.float16, np.float32, np.float16, np.float32)]
-
-
-# Plans.
-
-
-def test_a_product_that_fits_is_one_block():
-    plan = choose_plan(WholeProduct(1000, 900, 800, *F32), 1 << 30)
-    assert (plan.rows, plan.columns, plan.depth) == (1000, 900, 800)
-    assert plan.read_bytes == 4 * 800 * (1000 + 900)
-    assert plan.write_bytes == 4 * 1000 * 900
-    assert plan.operations == 2 * 1000 * 900 * 800
-
-
+TYPES = [np.dtype(t) for t in (np.float16, np.float32, np.float16, np.float32)]
+LIMIT = 600_000
 sizes = st.integers(1, 3000)
 
 
-@given(sizes, sizes, sizes, st.integers(20, 26), st.integers(1, 4))
-def test_plans_keep_to_their_limit_and_cover_the_product(m, n, k, limit, devices):
-    plan = choose_plan(WholeProduct(m, n, k, *NARROW), 1 << limit, devices)
+@given(sizes, sizes, sizes, st.integers(20, 28), st.integers(1, 4), st.booleans())
+def test_plans_keep_to_their_limit_and_cover_the_product(m, n, k, limit, devices, inside_jit):
+    problem = WholeProduct(m, n, k, *TYPES)
+    try:
+        plan = choose_plan(problem, 1 << limit, devices, inside_jit=inside_jit)
+    except ValueError as error:
+        least = int(re.search(r"too small: .* need (\d+) bytes", str(error))[1])
+        assert 1 << limit < least == choose_plan(problem, least, inside_jit=inside_jit).memory_bytes
+        return
     assert plan.memory_bytes <= 1 << limit
-    rows, columns, depth = plan.grid
-    assert (rows - 1) * plan.rows < m <= rows * plan.rows
-    assert (columns - 1) * plan.columns < n <= columns * plan.columns
-    assert (depth - 1) * plan.depth < k <= depth * plan.depth
-    shared = [tile for i in range(plan.devices) for tile in plan.tiles_of(i)]
-    assert shared == plan.tiles
-    assert len(set(shared)) == rows * columns
-
-    def size(block):
-        outer, whole, dtype = {
-            "lhs": (plan.rows, m, np.float16),
-            "rhs": (plan.columns, n, np.float32),
-        }[block.operand]
-        extents = (outer, whole, block.outer), (plan.depth, k, block.depth)
-        count = np.prod([min(extent, whole - i * extent) for extent, whole, i in extents])
-        return count * np.dtype(dtype).itemsize
-
-    reads = [x for i in range(plan.devices) for s in plan.steps(plan.tiles_of(i)) for x in s.reads]
-    assert plan.read_bytes == sum(map(size, reads))
+    steps = [list(plan.steps(i)) for i in range(plan.devices)]
+    assert all(steps)
+    if m * n < 1 << 16:
+        covered = np.zeros((m, n), int)
+        for step in (step for each in steps for step in each if step.is_last):
+            covered[step.place] += 1
+        assert (covered == 1).all()
+    parts = [item for each in steps for step in each for item in step.reads.items()]
+    itemsize = {"a": 2, "b": 4}
+    extents = [(itemsize[x], *(y.stop - y.start for y in part)) for x, part in parts]
+    assert plan.read_bytes == sum(map(math.prod, extents))
 
 
-def test_every_device_has_work():
-    plan = choose_plan(WholeProduct(5000, 5000, 5000, *F32), 1 << 30, 8)
-    assert plan.devices == 8
-    assert min(len(plan.tiles_of(i)) for i in range(8)) >= 1
-
-
-def test_too_little_memory_says_what_is_enough():
-    sizes = WholeProduct(5000, 5000, 5000, *F32)
-    with pytest.raises(ValueError, match="a memory_limit of 1000 bytes is too small") as error:
-        choose_plan(sizes, 1000)
-    least = int(str(error.value).split(" need ")[1].split()[0])
-    assert choose_plan(sizes, least).memory_bytes <= least
-    with pytest.raises(ValueError, match="too small"):
-        choose_plan(sizes, least - 1)
-
-
-# Products.
-
-LIMIT = 600_000
-
-
-def operands(rng, m, n, k, dtype=np.float32):
-    if np.dtype(dtype).kind == "i":
-        return (rng.integers(-100, 100, shape).astype(dtype) for shape in ((m, k), (k, n)))
-    return (rng.standard_normal(shape).astype(dtype) for shape in ((m, k), (k, n)))
-
-
-def by_blocks(a, b, plan, sums, out):
-    """The same blocks, multiplied one after the other."""
-    result = np.empty((a.shape[0], b.shape[1]), out)
-    for i in range(0, a.shape[0], plan.rows):
-        for j in range(0, b.shape[1], plan.columns):
-            total = None
-            for k in range(0, a.shape[1], plan.depth):
-                part = jtk.matmul(
-                    jnp.asarray(a[i : i + plan.rows, k : k + plan.depth]),
-                    jnp.asarray(b[k : k + plan.depth, j : j + plan.columns]),
-                    preferred_element_type=sums,
-                )
-                total = part if total is None else total + part
-            result[i : i + plan.rows, j : j + plan.columns] = total.astype(out)
-    return result
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sums"),
-    [(np.float32, np.float32), (BF16, np.float32), (np.float64, np.float64)],
-)
-@pytest.mark.parametrize(("m", "n", "k"), [(129, 1000, 257), (300, 200, 5000)])
-@pytest.mark.one_in(6)
-def test_bits_are_those_of_the_same_blocks(rng, x64, m, n, k, dtype, sums):
-    a, b = operands(rng, m, n, k, dtype)
-    seen = []
-    limit = 1_500_000 * np.dtype(sums).itemsize // 4
-    result = out_of_core.matmul(a, b, memory_limit=limit, progress=seen.append)
-    plan = seen[-1].plan
-    assert len(plan.tiles) * plan.grid[2] > 1
-    assert result.dtype == dtype
-    np.testing.assert_array_equal(result, by_blocks(a, b, plan, sums, dtype))
-    error = np.abs(exact(result) - exact(a) @ exact(b)).max()
-    magnitude = (np.abs(exact(a)) @ np.abs(exact(b))).max()
-    tf32 = jax.default_backend() == "gpu" and dtype == np.float32
-    unit = 2.0**-11 if tf32 else UNIT_ROUNDOFF[np.dtype(sums)]
-    assert error <= (2 * np.sqrt(k) * unit + UNIT_ROUNDOFF[np.dtype(dtype)]) * magnitude
+def test_a_product_that_fits_is_one_block_and_every_device_has_work():
+    plan = choose_plan(WholeProduct(1000, 900, 800, *TYPES), 1 << 30)
+    assert (plan.rows, plan.columns, plan.depth) == (1000, 900, 800)
+    assert plan.read_bytes == 800 * (2 * 1000 + 4 * 900)
+    assert choose_plan(WholeProduct(5000, 5000, 5000, *TYPES), 1 << 30, 8).devices == 8
 
 
 class Sliced:
@@ -137,171 +62,180 @@ class Sliced:
         self.read += part.nbytes
         return part
 
+    def __setitem__(self, index, value):
+        self.array[index] = value
 
-def test_operands_of_any_kind_are_read_as_planned(rng):
-    a, b = operands(rng, 256, 512, 384, np.int8)
+
+@pytest.mark.parametrize("ahead_bytes", [5000, 1 << 30])
+def test_operands_of_any_kind_are_read_as_planned(rng, tmp_path, monkeypatch, ahead_bytes):
+    monkeypatch.setattr("jax_tilekern.out_of_core.blocks._AHEAD_BYTES", ahead_bytes)
+    a, b = (rng.integers(-99, 99, s).astype(np.int8) for s in ((256, 384), (384, 512)))
     expected = a.astype(np.int32) @ b.astype(np.int32)
-
-    def check(a, b):
-        out = np.zeros_like(expected)
+    files = [np.memmap(tmp_path / str(i), x.dtype, "w+", shape=x.shape)
+             for i, x in enumerate((a, b, expected))]  # fmt: skip
+    files[0][:], files[1][:] = a, b
+    left, right = Sliced(a), Sliced(b)
+    for x, y, out in (
+        (left, right, Sliced(np.zeros_like(expected))),
+        (jnp.asarray(a), np.asfortranarray(b), np.zeros_like(expected)),
+        (a[::-1].copy()[::-1], b.T.copy().T, None),
+        files,
+    ):
         seen = []
         found = out_of_core.matmul(
-            a, b, out=out, memory_limit=LIMIT, preferred_element_type=np.int32, progress=seen.append
+            x, y, out=out, memory_limit=LIMIT, preferred_element_type=np.int32, progress=seen.append
         )
-        assert found is out
-        np.testing.assert_array_equal(out, expected)
-        first, *_, last = seen
-        assert (first.done, last.done, last.total) == (0, last.total, len(last.plan.tiles))
-        assert last.read_bytes == last.plan.read_bytes
-        return last
-
-    left, right = Sliced(a), Sliced(b)
-    last = check(left, right)
-    assert left.read + right.read == last.read_bytes
-    check(jnp.asarray(a), np.asfortranarray(b))
-    check(a[::-1].copy()[::-1], b.T.copy().T)
+        assert out is None or found is out
+        np.testing.assert_array_equal(getattr(found, "array", found), expected)
+        assert (seen[0].done, seen[-1].done) == (0, seen[-1].total)
+        assert seen[-1].read_bytes == seen[-1].plan.read_bytes
+    assert left.read + right.read == seen[-1].read_bytes
 
 
 def test_the_estimate_and_the_printed_progress(rng, capsys, monkeypatch):
-    monkeypatch.setattr(product, "_MEASURED_BYTES", 1 << 20)
-    a, b = operands(rng, 256, 256, 256)
-    plan = out_of_core.plan(a, b, memory_limit=LIMIT)
+    monkeypatch.setattr("jax_tilekern.out_of_core.product._MEASURED_BYTES", 1 << 20)
+    a = rng.standard_normal((256, 256), np.float32)
+    plan = out_of_core.plan(a, a, memory_limit=LIMIT)
     assert plan.seconds > 0
-    out_of_core.matmul(a, b, memory_limit=LIMIT, progress=True)
+    out_of_core.matmul(a, a, memory_limit=LIMIT, progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert str(plan).startswith(lines[0])
-    assert lines[-1].startswith(f"{len(plan.tiles)} of {len(plan.tiles)} blocks")
+    assert re.match(r"(\d+) of \1 blocks", lines[-1])
 
 
-@pytest.mark.parametrize("ahead_bytes", [1, 2000, 1 << 20])
-def test_chunks_arrive_in_their_places(rng, monkeypatch, ahead_bytes):
-    monkeypatch.setattr(transfer, "_SMALLEST_CHUNK", 1000)
-    whole = rng.standard_normal((20, 90)).astype(np.float32)
-    sources = [whole, whole[:, 5:50], whole[3:14], whole.T, whole[:1, :1]]
-    steps = list(transfer.to_device(sources, jax.devices()[0], ahead_bytes))
-    arrived = [step for step in steps if step is not None]
-    for array, source in zip(arrived, sources, strict=True):
-        np.testing.assert_array_equal(array, source, strict=True)
-    rows = sum(map(len, sources))
-    assert len(steps) == rows if ahead_bytes == 1 else len(sources) <= len(steps) < rows
+# Inside jit.
+
+HOST, DEVICE = (
+    SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in ("pinned_host", "device")
+)
 
 
-def test_empty_and_float64():
-    for m, n, k in ((0, 3, 4), (3, 0, 4), (3, 4, 0)):
-        result = out_of_core.matmul(np.ones((m, k), np.float32), np.ones((k, n), np.float32))
-        np.testing.assert_array_equal(result, np.zeros((m, n), np.float32), strict=True)
-    # Without 64-bit types.
-    assert out_of_core.matmul(np.ones((2, 2)), np.ones((2, 2))).dtype == np.float32
+def product(limit, **settings):
+    return jax.jit(lambda a, b: out_of_core.matmul(a, b, memory_limit=limit, **settings))
 
 
-# On disk.
+@pytest.mark.parametrize("places", [(HOST, HOST), (HOST, DEVICE), (DEVICE, HOST)], ids=str)
+# Blocks that do not divide the result, several strips of rows that divide it, and one block.
+@pytest.mark.parametrize(("m", "n", "k"), [(1000, 700, 130), (1024, 512, 130), (100, 90, 80)])
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.one_in(2)
+def test_inside_jit(rng, places, m, n, k, x64):
+    a, b = whole(rng, m, k), whole(rng, k, n)
+    with jax.enable_x64(x64):
+        result = product(1_500_000)(*map(jax.device_put, (a, b), places))
+    assert result.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(result, np.asarray(a) @ np.asarray(b))
 
 
-class Stopped(Exception):
-    pass
+@pytest.mark.parametrize("places", [(HOST, HOST), (HOST, DEVICE)], ids=str)
+def test_derivatives(rng, places):
+    """First and second order; cotangents are where their primals are."""
+    a, b = whole(rng, 260, 200), whole(rng, 200, 300)
+
+    def gradients(matmul, a, b):
+        def loss(a, b):
+            return (jax.device_put(matmul(a, b), jax.memory.Space.Device) ** 2).sum() / 1e6
+
+        def of_gradient(a, b):
+            return (jax.device_put(jax.grad(loss)(a, b), jax.memory.Space.Device) ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(a, b), jax.grad(of_gradient, 1)(a, b)
+
+    found = jax.jit(gradients, static_argnums=0)(
+        product(2 << 20, precision="highest"), *map(jax.device_put, (a, b), places)
+    )
+    assert [x.sharding for x in found[0]] == list(places)
+    plain = lambda a, b: jnp.matmul(a, b, precision="highest")  # noqa: E731
+    assert_close(found, gradients(plain, a, b))
 
 
-def stop_after(blocks):
-    def progress(status):
-        if status.done == blocks:
-            raise Stopped
+@pytest.mark.parametrize("limit", [1_500_000, 2 << 20, 8 << 20])
+def test_only_blocks_are_on_the_device_and_those_of_rows_once(limit):
+    a, b = (jax.device_put(np.ones(s, np.float32), HOST) for s in ((1000, 130), (130, 700)))
+    problem = WholeProduct(1000, 700, 130, *[np.dtype(np.float32)] * 4)
+    plan = choose_plan(problem, limit, inside_jit=True)
+    text = product(limit).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+    moved = re.findall(r'placement = "device"}} : \(tensor<(\d+)x(\d+)xf32>\)', text)
+    assert {tuple(map(int, x)) for x in moved} == {(plan.rows, 130), (130, plan.columns)}
 
-    return progress
+    def copies(jaxpr):
+        count = 0
+        for equation in jaxpr.eqns:
+            inner = [x.jaxpr for x in equation.params.values() if hasattr(x, "jaxpr")]
+            count += equation.params.get("length", 1) * sum(map(copies, inner))
+            if equation.primitive.name == "device_put":
+                count += equation.outvars[0].aval.shape == (plan.rows, 130)
+        return count
 
-
-class Files:
-    """Operands and the result of a product in files."""
-
-    def __init__(self, folder, rng):
-        self.folder = folder
-        self.arrays = list(operands(rng, 1024, 384, 128))
-        self.a, self.b = (
-            self.mapped(name, array.shape) for name, array in zip("ab", self.arrays, strict=True)
-        )
-        self.a[:], self.b[:] = self.arrays
-        self.out = self.mapped("out", (1024, 384))
-        self.journal = folder / "out.unfinished.json"
-
-    def mapped(self, name, shape, mode="w+"):
-        return np.memmap(self.folder / name, np.float32, mode, shape=shape)
-
-    def stop(self, blocks):
-        with pytest.raises(Stopped):
-            self.product(progress=stop_after(blocks))
-
-    def product(self, a=None, b=None, limit=LIMIT, **options):
-        a, b = self.a if a is None else a, self.b if b is None else b
-        return out_of_core.matmul(a, b, out=self.out, memory_limit=limit, **options)
+    assert copies(jax.make_jaxpr(product(limit))(a, b).jaxpr) == math.ceil(1000 / plan.rows)
 
 
-@pytest.fixture
-def files(tmp_path, rng):
-    return Files(tmp_path, rng)
+@pytest.mark.skipif(not on_gpu(), reason="on a CPU, both kinds of memory are the host's")
+def test_a_result_beyond_the_limit_is_not_on_the_device():
+    """The result takes 4 GiB. The limit leaves space for the 32 MiB of a cuBLAS workspace."""
+    a, b = (jax.ShapeDtypeStruct(s, BF16, sharding=HOST) for s in ((32768, 256), (256, 32768)))
+    compiled = product(400 << 20, preferred_element_type=jnp.float32).lower(a, b).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 400 << 20
 
 
-def test_an_interrupted_product_goes_on(files):
-    files.stop(2)
-    done = len(json.loads(files.journal.read_text())["done"])
-    assert done >= 2
-    # As after the end of the process: another map of the same file.
-    files.out = files.mapped("out", (1024, 384), "r+")
-    # A block that is not what was written is computed again.
-    files.out[0, 0] += 1
-    seen = []
-    assert files.product(progress=seen.append) is files.out
-    assert seen[0].done == done - 1
-    assert len(seen) == seen[0].total - done + 2
-    np.testing.assert_array_equal(files.out, out_of_core.matmul(*files.arrays, memory_limit=LIMIT))
-    assert {path.name for path in files.folder.iterdir()} == {"a", "b", "out"}
+# Both.
 
 
-def test_a_result_of_something_else_is_not_continued(files):
-    files.stop(1)
-    others = ({"a": files.arrays[0]}, {"b": -files.arrays[1]}, {"limit": 1 << 30})
-    for changes in others:
-        with pytest.raises(ValueError, match="other operands or with other blocks"):
-            files.product(**changes)
-    os.utime(files.folder / "a", ns=(1, 1))
-    with pytest.raises(ValueError, match="other operands or with other blocks"):
-        files.product()
-    files.journal.write_text("{")
-    with pytest.raises(ValueError, match="delete it to start again"):
-        files.product()
+@pytest.mark.parametrize("dtype", [BF16, np.float32, np.float64])
+@pytest.mark.parametrize("inside_jit", [False, True])
+def test_rounds_once_in_one_order(rng, x64, inside_jit, dtype):
+    limit = (3 << 20) * np.dtype(dtype).itemsize if inside_jit else 3 << 20
+    shapes = (300, 5000), (5000, 200)
+    a, b = operands = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    if inside_jit:
+        operands = [jax.device_put(x, HOST) for x in operands]
+    matmul = product(limit, precision="highest")
+    matmul = matmul if inside_jit else matmul.__wrapped__
+    result, again = (np.asarray(matmul(*operands)) for _ in range(2))
+    np.testing.assert_array_equal(result, again)
+    assert result.dtype == dtype
+    terms, unit = 5000 * abs(exact(a)) @ abs(exact(b)), UNIT_ROUNDOFF[result.dtype]
+    bound = unit * abs(exact(a) @ exact(b)) + min(unit, 2.0**-24) * terms
+    assert np.all(abs(exact(result) - exact(a) @ exact(b)) <= 1.01 * bound)
 
 
-def test_a_full_disk_is_an_error_before_the_start(files, monkeypatch):
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 4), (3, 0, 4), (3, 4, 0), (2, 3, 4)])
+def test_empty_and_float64_without_64_bit_types(m, n, k):
+    a, b = np.ones((m, k)), np.ones((k, n))
+    for found in (out_of_core.matmul(a, b), product(1 << 20)(a, b)):
+        np.testing.assert_array_equal(found, np.full((m, n), k, np.float32), strict=True)
+
+
+def test_errors(monkeypatch, tmp_path):
+    a, b = np.ones((300, 50), np.float32), np.ones((50, 400), np.float32)
+    out = np.memmap(tmp_path / "out", np.float32, "w+", shape=(300, 400))
+    there = jax.device_put(a, HOST)
+    limit = {"memory_limit": 1 << 20}
+
+    def fails(error, message, function, *args, **options):
+        with pytest.raises(error, match=message):
+            function(*args, **options)
+
+    fails(ValueError, r"a has shape \(50,\), which is not", out_of_core.matmul, a[0], b)
+    fails(ValueError, r"a has shape \(300, 50\), b \(300, 50\)", out_of_core.matmul, a, a)
+    fails(TypeError, "b is list, which has no shape", out_of_core.matmul, a, [[1.0]])
+    fails(ValueError, r"out is .* \(50, 400\), but", out_of_core.matmul, a, b, out=b)
+    fails(TypeError, "out is int32", out_of_core.matmul, a, b, out=out.view(np.int32))
+    fails(ValueError, "is too small", out_of_core.matmul, a, b, memory_limit=100)
+    fails(ValueError, "inside jit a call needs a memory_limit", product(None), there, b)
+    fails(ValueError, "out and progress are for", product(1 << 20, progress=True), there, b)
+    fails(ValueError, "128x128, 50 deep, need ", product(1000), there, b)
+    for x in (b, out):
+        call = jax.jit(lambda a, x=x: out_of_core.matmul(a, x[:50], **limit))
+        fails(TypeError, rf"b is {type(x).__name__}, .*: pass a JAX array", call, there)
+
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    seen = []
-    with pytest.raises(OSError, match="No space left"):
-        files.product(progress=seen.append)
-    assert seen == []
-    assert not files.journal.exists()
+    monkeypatch.setattr("os.posix_fallocate", full)
+    fails(OSError, "No space left", out_of_core.matmul, a, b, out=out)
 
-
-def test_an_error_of_an_operand_is_raised(rng):
     class Broken(Sliced):
-        def __getitem__(self, index):
-            raise OSError("lost")
+        __getitem__ = full
 
-    a, b = operands(rng, 300, 300, 300)
-    with pytest.raises(OSError, match="lost"):
-        out_of_core.matmul(a, Broken(b), memory_limit=600_000)
-
-
-def test_errors(rng):
-    a, b = operands(rng, 30, 40, 50)
-    with pytest.raises(ValueError, match=r"a has shape \(50,\), which is not a matrix"):
-        out_of_core.matmul(a[0], b)
-    with pytest.raises(ValueError, match=r"a has shape \(30, 50\), b \(40, 50\)"):
-        out_of_core.matmul(a, b.T)
-    with pytest.raises(TypeError, match="b is list, which has no shape"):
-        out_of_core.matmul(a, [[1.0]])
-    with pytest.raises(ValueError, match=r"out has shape \(30, 30\), but the product has"):
-        out_of_core.matmul(a, b, out=np.empty((30, 30), np.float32))
-    with pytest.raises(TypeError, match="out is float64, but the product is float32"):
-        out_of_core.matmul(a, b, out=np.empty((30, 40), np.float64))
-    with pytest.raises(ValueError, match="is too small"):
-        out_of_core.matmul(a, b, memory_limit=100)
+    fails(OSError, "No space left", out_of_core.matmul, Broken(a), b, **limit)

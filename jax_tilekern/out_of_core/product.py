@@ -1,15 +1,16 @@
-"""Products by blocks: copies in both directions overlap with products."""
+"""Products by blocks: reading, copies in both directions, products and writing overlap."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
+import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -17,42 +18,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from jax_tilekern.ops.matmul import matmul as device_matmul
 from jax_tilekern.out_of_core import traced
-from jax_tilekern.out_of_core.journal import Journal, identity
-from jax_tilekern.out_of_core.plan import Block, BlockProduct, Plan, Tile, WholeProduct, choose_plan
-from jax_tilekern.out_of_core.transfer import to_device, to_host
+from jax_tilekern.out_of_core.blocks import Place, Plan, WholeProduct, choose_plan
 from jax_tilekern.tuning.wall_time import wall_seconds
 
 # The part of the free memory to use; other programs and fragmentation need the rest.
-_FREE_SHARE = 0.8
-_HOST_SHARE = 0.25
-# Blocks of operands that threads read before they are copied.
-_READ_AHEAD = 2
-# One thread copies or converts this much at a time.
-_COPIED_BYTES = 16 << 20
-_MOST_COPIERS = 16
-# The sizes of the measurements of a device's rates.
+_FREE_SHARE, _HOST_SHARE = 0.8, 0.25
+# Chunks of what a device receives while a product runs. A thread copies each, because one thread is
+# slower than the bus.
+_CHUNKS = 16
 _MEASURED_BYTES = 256 << 20
-_MEASURED_SIZE = {"gpu": 4096, "cpu": 512}
 
 
 class Progress(NamedTuple):
-    """The progress of a product.
-
-    Attributes
-    ----------
-    done, total
-        Blocks of the result.
-    read_bytes
-        Bytes of operands that were copied to devices.
-    seconds
-        Seconds since the start.
-    plan
-        The plan of the product.
-    """
+    """Blocks of the result, the operands' bytes that devices have, seconds, and the plan."""
 
     done: int
     total: int
@@ -62,13 +45,9 @@ class Progress(NamedTuple):
 
 
 def plan(
-    a: Any,
-    b: Any,
-    *,
-    memory_limit: int | None = None,
-    precision: lax.PrecisionLike = None,
+    a: Any, b: Any, *, memory_limit: int | None = None, precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return the blocks of a product by :func:`matmul`, the bytes it would read, and the time.
 
     Parameters are those of :func:`matmul`. The rates of the device are measured once per type,
@@ -77,50 +56,36 @@ def plan(
     problem = _problem(a, b, precision, preferred_element_type)
     found = _plan(problem, memory_limit)
     operations, bytes_in, bytes_out = _rates(problem.lhs, problem.rhs, problem.sums, precision)
-    seconds = max(
-        found.operations / operations / found.devices,
-        # The devices share the bus.
-        found.read_bytes / bytes_in,
-        found.write_bytes / bytes_out,
-    )
+    of_products = 2 * problem.m * problem.n * problem.k / operations / found.devices
+    # The devices share the bus.
+    seconds = max(of_products, found.read_bytes / bytes_in, found.write_bytes / bytes_out)
     return dataclasses.replace(found, seconds=seconds)
 
 
 def matmul(
-    a: Any,
-    b: Any,
-    *,
-    out: Any = None,
-    memory_limit: int | None = None,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+    a: Any, b: Any, *, out: Any = None, memory_limit: int | None = None,
+    precision: lax.PrecisionLike = None, preferred_element_type: DTypeLike | None = None,
     progress: Callable[[Progress], None] | bool | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Product of two matrices that may exceed the memory of a device, or of the host.
 
-    The local devices of JAX's default backend compute blocks of the result. Blocks of the operands
-    are read and copied there, and results copied back, while products run. :func:`plan` returns the
-    blocks. Their products are added in the order of ``k``, in float32 for 16-bit and 8-bit floats,
-    and are rounded to the result's type once. So the same call gives the same bits, even if it was
-    interrupted, and integers are exact modulo their type.
+    The local devices of JAX's default backend compute the blocks of :func:`plan`, while the next
+    ones are read and copied there, and results copied back. Products of blocks are added in the
+    order of ``k``, in float32 for 16-bit and 8-bit floats, and rounded to the result's type once.
+    So the same call gives the same bits, and integers are exact modulo their type.
 
     Inside ``jit`` operands are arrays of JAX, in host memory (``memory_kind="pinned_host"``) or on
-    the device. The result is in host memory. Blocks span all of ``k`` there, and reverse-mode
-    derivatives of any order are such products too. There is one device, and neither ``out`` nor
-    ``progress``.
+    the one device. Blocks span all of ``k`` there, and reverse-mode derivatives of any order are
+    such products too.
 
     Parameters
     ----------
-    a
-        Matrix of shape ``(m, k)``: an array of NumPy or JAX, a ``numpy.memmap``, or anything with
-        ``shape``, ``dtype`` and slices that NumPy takes, such as an array of zarr or h5py.
-    b
-        Matrix of shape ``(k, n)``.
+    a, b
+        Matrices of shapes ``(m, k)`` and ``(k, n)``: arrays of NumPy or JAX, ``numpy.memmap``, or
+        anything with ``shape``, ``dtype`` and slices, such as an array of zarr or h5py.
     out
-        The destination, of shape ``(m, n)`` and the result's type, and assignable by slices. With a
-        ``numpy.memmap``, a call with the same arguments resumes an interrupted product. Until it is
-        complete, the file ``<out>.unfinished.json`` exists beside it. By default it is a new NumPy
-        array.
+        The destination, of shape ``(m, n)`` and the result's type, and assignable by slices; by
+        default a new NumPy array. The space of a ``numpy.memmap`` is allocated before the start.
     memory_limit
         Bytes to use on each device; by default most of the free memory, and required inside
         ``jit``.
@@ -140,11 +105,10 @@ def matmul(
     Raises
     ------
     ValueError
-        If an operand is not a matrix, shapes do not fit, ``memory_limit`` is too small or missing
-        inside ``jit``, or a file has an unfinished product of other operands.
+        If operands are not matrices of shapes that fit, ``memory_limit`` is too small or missing
+        inside ``jit``, or ``out`` or ``progress`` is given there.
     TypeError
-        If an operand or ``out`` is not an array of a type that fits, or an operand inside ``jit``
-        is not an array of JAX.
+        If an operand or ``out`` is not an array of a type that fits, or of JAX inside ``jit``.
     OSError
         If there is no space for the result.
 
@@ -153,49 +117,40 @@ def matmul(
     >>> import numpy as np
     >>> from jax_tilekern import out_of_core
     >>> a, b = np.ones((300, 200), np.float32), np.ones((200, 400), np.float32)
-    >>> out_of_core.matmul(a, b, memory_limit=1_000_000)[:2, :2]
-    array([[200., 200.],
-           [200., 200.]], dtype=float32)
+    >>> out_of_core.matmul(a, b, memory_limit=1_000_000)[:2, 0]
+    array([200., 200.], dtype=float32)
     """
     problem = _problem(a, b, precision, preferred_element_type)
     if any(isinstance(x, jax.core.Tracer) for x in (a, b)):
         if out is not None or progress:
             raise ValueError("out and progress are for calls outside of jit")
-        return traced.matmul(a, b, problem, precision=precision, memory_limit=memory_limit)
+        return traced.matmul(a, b, problem, memory_limit, precision)
     shape = problem.m, problem.n
-    if out is None:
-        out = np.empty(shape, problem.out)
-    elif tuple(out.shape) != shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}, but the product has {shape}")
-    elif np.dtype(out.dtype) != problem.out:
-        raise TypeError(
-            f"out is {out.dtype}, but the product is {problem.out}; preferred_element_type chooses"
+    out = np.empty(shape, problem.out) if out is None else out
+    if tuple(out.shape) != shape or np.dtype(out.dtype) != problem.out:
+        raise (ValueError if tuple(out.shape) != shape else TypeError)(
+            f"out is {out.dtype} of shape {tuple(out.shape)}, but the product is {problem.out} of "
+            f"shape {shape}; preferred_element_type chooses the type"
         )
     if 0 in (*shape, problem.k):
         out[:] = 0
         return out
     found = _plan(problem, memory_limit)
+    if isinstance(out, np.memmap) and out.filename and hasattr(os, "posix_fallocate"):
+        # A page without space on the disk would kill the process.
+        with open(out.filename, "rb+") as file:
+            os.posix_fallocate(file.fileno(), out.offset, out.nbytes)
     if progress is True:
         print(found, file=sys.stderr)
         progress = _print
-    journal = None
-    if isinstance(out, np.memmap) and out.filename is not None:
-        # Not the number of devices, so that a resumed product may have others.
-        blocks = found.rows, found.columns, found.depth
-        journal = Journal(out, found, identity((a, b), blocks, problem, precision))
-    _Run(a, b, out, found, precision, journal, progress or None).run()
-    if journal is not None:
-        journal.close()
+    _Run(a, b, out, found, precision, progress or None).run()
     return out
 
 
-def _print(progress: Progress) -> None:
-    done = progress.done == progress.total
+def _print(x: Progress) -> None:
+    end = "\n" if x.done == x.total else ""
     print(
-        f"\r{progress.done} of {progress.total} blocks, {progress.seconds:.0f} s",
-        end="\n" if done else "",
-        file=sys.stderr,
-        flush=True,
+        f"\r{x.done} of {x.total} blocks, {x.seconds:.0f} s", end=end, file=sys.stderr, flush=True
     )
 
 
@@ -208,148 +163,136 @@ class _Run:
     out: Any
     plan: Plan
     precision: lax.PrecisionLike
-    journal: Journal | None
     progress: Callable[[Progress], None] | None
 
-    def __post_init__(self) -> None:
-        self.done = set(self.journal.done if self.journal else ())
-        self.lock = threading.Lock()
-        self.read_bytes = 0
-        self.start = time.perf_counter()
-
     def run(self) -> None:
-        """Compute the blocks that are not done."""
-        devices = self.plan.devices
+        """Compute the result."""
+        self.lock, self.start = threading.Lock(), time.perf_counter()
+        self.done = self.read_bytes = 0
+        self.x64 = jax.config.x64_enabled
         self._report()
-        with (
-            ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COPIERS)) as self.copiers,
-            # A device's reads ahead, another read, and a write.
-            ThreadPoolExecutor((_READ_AHEAD + 2) * devices) as self.threads,
-        ):
-            # Only this thread calls JAX, because settings may be thread-local. No call waits for a
-            # product.
-            running = [
-                self._on_device(
-                    self.plan.steps([x for x in self.plan.tiles_of(i) if x not in self.done]),
-                    device,
-                )
-                for i, device in enumerate(jax.local_devices()[:devices])
-            ]
-            ended = object()
-            while running:
-                running = [product for product in running if next(product, ended) is not ended]
+        devices = jax.local_devices()[: self.plan.devices]
+        with ThreadPoolExecutor(_CHUNKS * len(devices)) as self.threads:
+            # No call waits for a product, so that every device has one.
+            turns = itertools.zip_longest(*map(self._on_device, range(len(devices)), devices))
+            collections.deque(turns, maxlen=0)
 
-    def _on_device(self, steps: Sequence[BlockProduct], device: jax.Device) -> Iterator[None]:
-        """Compute some steps; yield whenever another device may get its turn."""
-        problem = self.plan.problem
-        first, further, rounded = _programs(self.precision, problem.sums, problem.out)
-        arriving = to_device(self._parts(steps), device, self.plan.ahead_bytes)
+    def _on_device(self, number: int, device: jax.Device) -> Iterator[None]:
+        """Compute a device's blocks; yield whenever another device may get its turn."""
+        problem, chunks = self.plan.problem, self._chunks(number, device)
         held: dict[str, Array] = {}
-        sums: Array | None = None
-        written: Future[None] | None = None
+        total: Array | None = None
+        written: list[Future[None]] = []
         # A device without asynchronous copies would otherwise be given every product at once.
         marks: list[Array] = []
-        for step in steps:
-            for block in step.reads:
-                held.pop(block.operand, None)
-                while (arrived := next(arriving)) is None:
+        for step in self.plan.steps(number):
+            for name, part in step.reads.items():
+                held.pop(name, None)
+                shape = tuple(x.stop - x.start for x in part)
+                held[name] = jnp.empty(shape, problem.types[name], device=device)
+                start = 0
+                while start < shape[0]:
+                    # Page-locked memory would otherwise have no bound.
+                    rows = jax.block_until_ready(next(chunks).result())
+                    held[name] = _placed(held[name], rows, start)
+                    start += len(rows)
+                    self.read_bytes += rows.nbytes
+                    del rows
                     yield
-                held[block.operand] = arrived
-                del arrived
-            operands = held["lhs"], held["rhs"]
-            sums, mark = first(*operands) if sums is None else further(sums, *operands)
-            del operands
+            total, mark = _added(total, held["a"], held["b"], self.precision, problem.sums)
             marks.append(mark)
-            if step.depth == self.plan.grid[2] - 1:
-                result = to_host(rounded(sums), device)
-                sums = None
-                if written is not None:
-                    written.result()
-                written = self.threads.submit(self._write, step.tile, result)
+            if step.is_last:
+                result = _to_host(_rounded(total, problem.out), device)
+                total = None
+                if written:
+                    written.pop().result()
+                written.append(self.threads.submit(self._write, step.place, result))
                 del result
             if len(marks) > 1:
                 jax.block_until_ready(marks.pop(0))
             yield
-        if written is not None:
-            written.result()
+        written.pop().result()
 
-    def _parts(self, steps: Sequence[BlockProduct]) -> Iterator[np.ndarray[Any, Any]]:
-        """Yield the blocks that the steps read; other threads read the next."""
-        coming: collections.deque[Future[np.ndarray[Any, Any]]] = collections.deque()
-        for block in (block for step in steps for block in step.reads):
-            coming.append(self.threads.submit(self._read, block))
-            if len(coming) > _READ_AHEAD:
-                yield coming.popleft().result()
+    def _chunks(self, number: int, device: jax.Device) -> Iterator[Future[Array]]:
+        """Yield rows of the blocks that a device reads, when the next ones are on their way.
+
+        XLA starts a copy after the programs that were dispatched before it, which may use its
+        memory, so a copy overlaps with a product only if it was dispatched first.
+        """
+        coming: collections.deque[Future[Array]] = collections.deque()
+        for step in self.plan.steps(number):
+            for name, (rows, columns) in step.reads.items():
+                row_bytes = (columns.stop - columns.start) * self.plan.problem.types[name].itemsize
+                count = max(1, self.plan.ahead_bytes // _CHUNKS // row_bytes)
+                for start in range(rows.start, rows.stop, count):
+                    part = slice(start, min(start + count, rows.stop)), columns
+                    coming.append(self.threads.submit(self._read, name, part, device))
+                    # Two further chunks are being written to their places.
+                    if len(coming) > _CHUNKS - 3:
+                        yield coming.popleft()
         while coming:
-            yield coming.popleft().result()
+            yield coming.popleft()
 
-    def _read(self, block: Block) -> np.ndarray[Any, Any]:
-        problem = self.plan.problem
-        is_lhs = block.operand == "lhs"
-        source, dtype = (self.a, problem.lhs) if is_lhs else (self.b, problem.rhs)
-        part: np.ndarray[Any, Any] = np.asarray(source[self.plan.part(block)])
-        if part.dtype != dtype:
-            found, part = part, np.empty(part.shape, dtype)
-            self._copy(part, found)
-        with self.lock:
-            self.read_bytes += part.nbytes
-        return part
+    def _read(self, name: str, part: Place, device: jax.Device) -> Array:
+        source = self.a if name == "a" else self.b
+        rows = np.asarray(source[part], self.plan.problem.types[name])
+        # A setting of the calling thread.
+        with jax.enable_x64(self.x64):
+            return _to_device(rows, device)
 
-    def _write(self, tile: Tile, result: Array) -> None:
-        """Store a block of the result, record it in the journal, and report progress."""
+    def _write(self, place: Place, result: Array) -> None:
+        """Store a block of the result and report progress."""
         block = np.asarray(result)
-        place = self.plan.place(tile)
         with self.lock:
             if isinstance(self.out, np.ndarray):
-                self._copy(self.out[place], block)
+                parts = (np.array_split(x, _CHUNKS) for x in (self.out[place], block))
+                list(self.threads.map(np.copyto, *parts))
             else:
                 self.out[place] = block
-            if self.journal is not None:
-                self.journal.add(tile)
-            self.done.add(tile)
+            self.done += 1
             self._report()
 
     def _report(self) -> None:
         if self.progress is not None:
             rows, columns, _ = self.plan.grid
             seconds = time.perf_counter() - self.start
-            done = len(self.done)
-            self.progress(Progress(done, rows * columns, self.read_bytes, seconds, self.plan))
-
-    def _copy(self, to: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
-        """Copy or convert on several threads, because one is slower than the bus."""
-        rows = -(-len(source) * _COPIED_BYTES // max(source.nbytes, 1))
-        parts = [slice(i, i + rows) for i in range(0, len(source), rows)]
-        copied = self.copiers.map(lambda x: np.copyto(to[x], source[x], casting="unsafe"), parts)
-        collections.deque(copied, maxlen=0)
+            self.progress(Progress(self.done, rows * columns, self.read_bytes, seconds, self.plan))
 
 
-@functools.lru_cache(maxsize=64)
-def _programs(
-    precision: lax.PrecisionLike, sums: np.dtype[Any], out: np.dtype[Any]
-) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[Array], Array]]:
-    """Return the functions that start and continue accumulation, and the one that rounds.
+def _to_host(x: Any, device: jax.Device) -> Array:
+    """Copy to page-locked memory, where NumPy reads it without another copy."""
+    result: Array = jax.device_put(x, SingleDeviceSharding(device, memory_kind="pinned_host"))
+    return result
 
-    The first two also return a mark of their end.
+
+def _to_device(x: np.ndarray[Any, Any], device: jax.Device) -> Array:
+    """Copy to a device through page-locked memory.
+
+    XLA copies other memory to a GPU in two steps that do not overlap: one thread fills a
+    page-locked buffer, and then the GPU reads it. Here each chunk is copied by a thread of XLA's.
     """
-
-    def product(lhs: Array, rhs: Array) -> Array:
-        return device_matmul(lhs, rhs, precision=precision, preferred_element_type=sums)
-
-    @jax.jit
-    def first(lhs: Array, rhs: Array) -> tuple[Array, Array]:
-        total = product(lhs, rhs)
-        return total, total[0, 0]
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def further(total: Array, lhs: Array, rhs: Array) -> tuple[Array, Array]:
-        total = total + product(lhs, rhs)
-        return total, total[0, 0]
-
-    return first, further, jax.jit(lambda total: total.astype(out))
+    result: Array = jax.device_put(_to_host(x, device), SingleDeviceSharding(device))
+    return result
 
 
-# Checks and measurements.
+@functools.partial(jax.jit, donate_argnums=0)
+def _placed(array: Array, rows: Array, start: Any) -> Array:
+    return lax.dynamic_update_slice(array, rows, (start, 0))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
+def _added(
+    total: Array | None, lhs: Array, rhs: Array, precision: lax.PrecisionLike, sums: np.dtype[Any]
+) -> tuple[Array, Array]:
+    """Add a product to the accumulators; return them, and a mark of the end."""
+    product = device_matmul(lhs, rhs, precision=precision, preferred_element_type=sums)
+    total = product if total is None else total + product
+    return total, total[0, 0]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _rounded(total: Array, dtype: np.dtype[Any]) -> Array:
+    return total.astype(dtype)
 
 
 def _problem(
@@ -360,30 +303,22 @@ def _problem(
             raise TypeError(f"{name} is {type(operand).__name__}, which has no shape and dtype")
         if len(operand.shape) != 2:
             raise ValueError(f"{name} has shape {tuple(operand.shape)}, which is not a matrix")
-    if a.shape[1] != b.shape[0]:
-        raise ValueError(
-            f"contracted dimensions differ: a has shape {tuple(a.shape)}, b {tuple(b.shape)}"
-        )
+    (m, k), (depth, n) = (tuple(map(int, x.shape)) for x in (a, b))
+    if k != depth:
+        raise ValueError(f"contracted dimensions differ: a has shape {(m, k)}, b {(depth, n)}")
     # A device may represent float64 as float32.
     lhs, rhs = (jax.dtypes.canonicalize_dtype(np.dtype(x.dtype)) for x in (a, b))
-
-    def result(preferred: Any) -> np.dtype[Any]:
-        product = functools.partial(
-            device_matmul, precision=precision, preferred_element_type=preferred
-        )
-        operands = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (lhs, rhs))
-        dtype: np.dtype[Any] = np.dtype(jax.eval_shape(product, *operands).dtype)
-        return dtype
-
-    out = result(preferred)
+    product = functools.partial(
+        device_matmul, precision=precision, preferred_element_type=preferred
+    )
+    out = jax.eval_shape(product, *(jax.ShapeDtypeStruct((1, 1), x) for x in (lhs, rhs))).dtype
     narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
-    m, n, k = map(int, (a.shape[0], b.shape[1], a.shape[1]))
-    return WholeProduct(m, n, k, lhs, rhs, out, result(jnp.float32) if narrow else out)
+    return WholeProduct(m, n, k, lhs, rhs, out, np.dtype(np.float32) if narrow else out)
 
 
-def _plan(problem: WholeProduct, memory_limit: int | None) -> Plan:
+def _plan(problem: WholeProduct, limit: int | None) -> Plan:
     devices = jax.local_devices()
-    limit = memory_limit if memory_limit is not None else min(map(_free_bytes, devices))
+    limit = min(map(_free_bytes, devices)) if limit is None else limit
     return choose_plan(problem, limit, len(devices))
 
 
@@ -398,25 +333,17 @@ def _free_bytes(device: jax.Device) -> int:
 @functools.lru_cache(maxsize=64)
 def _rates(
     lhs: np.dtype[Any], rhs: np.dtype[Any], sums: np.dtype[Any], precision: lax.PrecisionLike
-) -> tuple[float, float, float]:
+) -> tuple[float, ...]:
     """Measure operations, and bytes to and from the first device, per second."""
     device = jax.local_devices()[0]
-    size = _MEASURED_SIZE.get(device.platform, _MEASURED_SIZE["cpu"])
-    x, y = (jax.device_put(np.zeros((size, size), dtype), device) for dtype in (lhs, rhs))
-    first, *_ = _programs(precision, sums, sums)
+    size = 4096 if device.platform == "gpu" else 512
+    x, y = (jnp.zeros((size, size), dtype, device=device) for dtype in (lhs, rhs))
     # Pages that were never written would all be one page, which stays in the caches.
-    host = np.ones((_MEASURED_BYTES >> 12, 1 << 12), np.uint8)
-
-    def copied() -> Array:
-        return next(x for x in to_device([host], device, host.nbytes) if x is not None)
-
-    there = copied()
-
-    def seconds(run: Callable[[], Any]) -> float:
-        return min(wall_seconds(run) for _ in range(3))
-
-    return (
-        2 * size**3 / seconds(lambda: first(x, y)),
-        host.nbytes / seconds(copied),
-        host.nbytes / seconds(lambda: to_host(there, device)),
-    )
+    parts = np.array_split(np.ones(_MEASURED_BYTES, np.uint8), _CHUNKS)
+    there = [_to_device(part, device) for part in parts]
+    runs: list[tuple[int, Callable[[], Any]]] = [
+        (2 * size**3, lambda: _added(None, x, y, precision, sums)),
+        (_MEASURED_BYTES, lambda: [_to_device(part, device) for part in parts]),
+        (_MEASURED_BYTES, lambda: [_to_host(part, device) for part in there]),
+    ]
+    return tuple(work / min(wall_seconds(run) for _ in range(3)) for work, run in runs)
