@@ -80,6 +80,13 @@ OPERATIONS = {
     "segment_max": (
         *reduced("segment_max"), [(600, 33)], F32, ["segment_max float32, few edges"],
     ),
+    "segment_reduce": (
+        lambda x, w: jtk.segment_reduce(
+            jnp.multiply, x, w, segment_ids=IDS, num_segments=50, gather=(IDS % 50 - 25, None)
+        ),
+        lambda x, w: jax.ops.segment_sum(x[IDS % 50 - 25] * w, IDS, 50),
+        [(50, 33), (600, 33)], F32, ["segment_sum float32, few edges"],
+    ),
     "take": (
         lambda x: jtk.take(x, IDS, 0), lambda x: x[IDS],
         [(50, 64)], F32, ["segment_sum float32, few edges"],

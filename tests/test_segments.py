@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from numerics import UNIT_ROUNDOFF, check_derivatives, poison, random, whole
+from numerics import UNIT_ROUNDOFF, assert_close, check_derivatives, poison, random, whole
 from sharded import MESH_TYPES, bytes_sent, check, mesh_of, put
 
 import jax_tilekern as jtk
@@ -293,6 +293,28 @@ def test_vmap_of_functions_of_edges(rng, mapped):
         )
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8])
+def test_numbers_of_rows_that_are_negative_or_out_of_bounds(rng, dtype):
+    """Negative ones count from the last row of each array; what is out of bounds reads zeros."""
+    long, short = random(rng, (20, 4), np.float32), random(rng, (7, 4), np.float32)
+    ids = rng.integers(0, 5, 200)
+    index = jnp.asarray(rng.integers(-25, 25, 200).astype(dtype))
+
+    def ours(long, short):
+        return jtk.segment_reduce(
+            jnp.multiply, long, short, segment_ids=ids, num_segments=5, gather=(index, index)
+        )
+
+    def read(x):
+        return x.at[index.astype(np.int32)].get(mode="fill", fill_value=0)
+
+    def theirs(long, short):
+        return jax.ops.segment_sum(read(long) * read(short), ids, 5)
+
+    for transform in (lambda f: f, lambda f: jax.grad(lambda *x: jnp.sin(f(*x)).sum(), (0, 1))):
+        assert_close(*(jax.jit(transform(f))(long, short) for f in (ours, theirs)), 1e-5)
+
+
 def test_nothing_of_edges_times_features_is_stored(rng):
     """The sparse matrix times a dense one, and its gradient."""
     h, w, src, dst = _graph(rng, nodes=30, edges=200)
@@ -347,6 +369,19 @@ def test_a_plan_is_an_argument_of_jit_and_is_mapped(rng):
     np.testing.assert_array_equal(f(x[0], plan), jax.ops.segment_sum(x[0], ids, 20))
     found = jax.vmap(f, (0, None))(x, plan)
     np.testing.assert_array_equal(found[2], jax.ops.segment_sum(x[2], ids, 20))
+    plans = jax.vmap(lambda ids: jtk.segment_plan(ids, 20))(np.stack([ids, ids, ids]))
+    np.testing.assert_array_equal(jax.vmap(jtk.segment_sum)(x, plans)[2], found[2])
+    assert repr(plan) == "SegmentPlan(100 edges, 20 segments)"
+    assert repr(plans) == "SegmentPlan(3 x 100 edges, 20 segments)"
+    for call in (
+        lambda: jtk.segment_sum(x, plans),
+        lambda: jtk.take(x[0, :20], plans),
+        lambda: jtk.scatter_add(x[0, :20], plans, x),
+        lambda: jtk.segment_reduce(jnp.sin, x[0], segment_ids=plans),
+        lambda: jtk.segment_reduce(jnp.sin, x[0, :20], segment_ids=plan, gather=(plans,)),
+    ):
+        with pytest.raises(ValueError, match=r"\(3 x 100 edges, 20 segments\) is a batch of plans"):
+            call()
 
 
 def test_segment_prod_has_no_derivative(rng):
@@ -636,7 +671,7 @@ def test_errors(rng):
         jtk.segment_reduce(lambda x: x, x[:3], segment_ids=ids, num_segments=2)
     with pytest.raises(ValueError, match=r"array 0 has shape \(\)"):
         jtk.segment_reduce(lambda x: x, 1.0, segment_ids=ids, num_segments=2, gather=(ids,))
-    with pytest.raises(ValueError, match="no reduction"):
+    with pytest.raises(ValueError, match="reduction is 'mean'; it is 'sum', 'max'"):
         jtk.segment_reduce(lambda x: x, x, segment_ids=ids, num_segments=2, reduction="mean")
     with pytest.raises(TypeError, match="elementwise"):
         jtk.segment_reduce(jnp.sum, x, segment_ids=ids, num_segments=2)

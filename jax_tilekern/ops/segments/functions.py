@@ -20,10 +20,11 @@ from jax_tilekern.ops.segments.explicit import (
     resharded,
     spec_of,
 )
-from jax_tilekern.ops.segments.keys import keys_of, rows_of
+from jax_tilekern.ops.segments.keys import from_the_first, keys_of, rows_of
 from jax_tilekern.ops.segments.plan import (
     Ids,
     SegmentPlan,
+    checked_plan,
     integers,
     is_clipped,
     is_too_large,
@@ -206,8 +207,9 @@ def segment_reduce(
         As in :func:`segment_sum`.
     gather
         For each array the number of the row that each edge reads, or a :func:`segment_plan` of
-        these numbers, or ``None`` for an array of edges. An integer out of bounds reads zeros. A
-        plan saves the sort that the derivative needs.
+        these numbers, or ``None`` for an array of edges. Negative numbers count from the last row,
+        but those of a plan are out of bounds. A number out of bounds reads zeros. A plan saves the
+        sort that the derivative needs.
     reduction
         ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``.
 
@@ -242,7 +244,9 @@ def segment_reduce(
     if not read:
         raise TypeError("segment_reduce takes at least one array")
     if reduction not in ("sum", "max", "min", "prod"):
-        raise ValueError(f"segment_reduce: no reduction {reduction!r}")
+        raise ValueError(
+            f"segment_reduce: reduction is {reduction!r}; it is 'sum', 'max', 'min' or 'prod'"
+        )
     places = (None,) * len(read) if gather is None else tuple(gather)
     if len(places) != len(read):
         raise ValueError(f"segment_reduce: {len(places)} entries of gather for {len(read)} arrays")
@@ -256,28 +260,31 @@ def segment_reduce(
     for i, (x, place) in enumerate(zip(read, places, strict=True)):
         if x.ndim == 0 or (place is None and x.shape[0] != plan.size):
             raise ValueError(f"segment_reduce: array {i} has shape {x.shape} for {plan.size} edges")
-    distinct: list[Any] = []
-    for place in places:
-        if place is not None and not any(place is other for other in distinct):
-            distinct.append(place)
-    gathers = tuple(
-        None if place is None else next(i for i, x in enumerate(distinct) if x is place)
-        for place in places
-    )
-    for i, place in enumerate(distinct):
-        rows = [x.shape[0] for x, own in zip(read, gathers, strict=True) if own == i]
+    # Arrays of as many rows share what they are gathered by.
+    keys = [
+        None if place is None else (id(place), x.shape[0])
+        for x, place in zip(read, places, strict=True)
+    ]
+    given: dict[Any, Any] = {
+        key: place for key, place in zip(keys, places, strict=True) if key is not None
+    }
+    gathers = tuple(None if key is None else [*given].index(key) for key in keys)
+    distinct: list[Array | SegmentPlan] = []
+    for (_, rows), place in given.items():
         if isinstance(place, SegmentPlan):
-            if any(n != place.num_segments for n in rows):
+            if rows != place.num_segments:
                 raise ValueError(
-                    f"segment_reduce: a plan of {place.num_segments} rows gathers from arrays of "
-                    f"{rows} rows"
+                    f"segment_reduce: gather has a plan of {place.num_segments} rows for an array "
+                    f"of {rows} rows"
                 )
-            index = place.keys
+            index = checked_plan("segment_reduce", place).keys
+            distinct.append(place)
         else:
-            index = distinct[i] = integers("segment_reduce", place)
+            index = integers("segment_reduce", place, "entries of gather")
+            distinct.append(index)
         if index.shape != (plan.size,):
             raise ValueError(
-                f"segment_reduce: numbers of rows of shape {index.shape} for {plan.size} edges"
+                f"segment_reduce: an entry of gather has shape {index.shape} for {plan.size} edges"
             )
     return _reduced_edges(
         read, distinct, plan, function=function, gathers=gathers, reduction=reduction
@@ -304,9 +311,8 @@ def _reduced_edges(
             plans += [by_row, place.bounds]
             planned.append(i)
         else:
-            index = keys_of(
-                place, max(read[j].shape[0] for j, own in enumerate(gathers) if own == i)
-            )
+            rows = read[gathers.index(i)].shape[0]
+            index = keys_of(from_the_first(place, rows), rows)
         indices.append(index)
     rank = max(x.ndim for x in read)
     read = [x.reshape(*x.shape, *(1,) * (rank - x.ndim)) for x in read]

@@ -32,6 +32,15 @@ def keys_of(ids: Array, segments: int, *, clip: bool = False) -> Array:
     return ids if ids.dtype == np.int32 else clipped(ids, -1, segments)
 
 
+def from_the_first(numbers: Array, rows: int) -> Array:
+    """Return numbers of rows where negative ones are counted from the last row."""
+    if not jnp.issubdtype(numbers.dtype, jnp.signedinteger):
+        return numbers
+    if numbers.dtype.itemsize < 4:
+        numbers = numbers.astype(np.int32)
+    return jnp.where(numbers < 0, numbers + rows, numbers)
+
+
 def clipped(numbers: Array, low: int, high: int) -> Array:
     """Return integers of any type between two bounds of 31 bits, as int32."""
     if numbers.dtype.itemsize < 4:

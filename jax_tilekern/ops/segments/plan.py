@@ -49,7 +49,7 @@ class SegmentPlan:
     @property
     def size(self) -> int:
         """Number of edges."""
-        return int(self.keys.shape[0])
+        return int(self.keys.shape[-1])
 
     @property
     def placed(self) -> tuple[Array, ...]:
@@ -57,10 +57,13 @@ class SegmentPlan:
         return tuple(x for x in (self.keys, self.order, self.bounds) if x is not None)
 
     def __repr__(self) -> str:
-        return f"SegmentPlan({self.size} edges, {self.num_segments} segments)"
+        # A plan that vmap has made has those of a batch.
+        edges = " x ".join(map(str, jnp.shape(self.keys)))
+        return f"SegmentPlan({edges} edges, {self.num_segments} segments)"
 
 
 Ids = ArrayLike | SegmentPlan
+_IDS = "segment ids"
 
 
 def segment_plan(
@@ -120,27 +123,38 @@ def segment_plan(
     )
 
 
-def plan_of(name: str, ids: Ids, segments: int, is_sorted: bool, *, clip: bool) -> SegmentPlan:
-    """Return the plan of a vector of ids, or the plan itself."""
+def plan_of(
+    name: str, ids: Ids, segments: int, is_sorted: bool, *, clip: bool, what: str = _IDS
+) -> SegmentPlan:
+    """Return the plan of a vector of ids, or the plan itself; ``what`` names the ids in errors."""
     if isinstance(ids, SegmentPlan):
-        return ids
-    ids = integers(name, ids)
+        return checked_plan(name, ids)
+    ids = integers(name, ids, what)
     if ids.ndim != 1:
-        raise ValueError(f"{name}: segment ids are a vector, not of shape {ids.shape}")
+        raise ValueError(f"{name}: {what} are a vector, not of shape {ids.shape}")
     if is_too_large(ids, segments):
         raise ValueError(
-            f"{name}: {ids.size} segment ids and {segments} segments are at most {MAX_ITEMS - 2} "
+            f"{name}: {ids.size} {what} and {segments} segments are at most {MAX_ITEMS - 2} "
             "together"
         )
     return _plan(ids, segments, bool(is_sorted), clip)
 
 
-def integers(name: str, ids: ArrayLike) -> Array:
+def checked_plan(name: str, plan: SegmentPlan) -> SegmentPlan:
+    """Return a plan, or raise an error if it is several that ``vmap`` has made."""
+    if plan.keys.ndim != 1:
+        raise ValueError(
+            f"{name}: {plan} is a batch of plans; map {name} over it with jax.vmap as well"
+        )
+    return plan
+
+
+def integers(name: str, ids: ArrayLike, what: str = _IDS) -> Array:
     """Return ids as an array, or raise an error unless they are integers."""
     compat.check_arraylike(name, ids)
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{name}: segment ids are integers, not {ids.dtype}")
+        raise TypeError(f"{name}: {what} are integers, not {ids.dtype}")
     return ids
 
 

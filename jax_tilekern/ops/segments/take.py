@@ -18,9 +18,15 @@ from jax_tilekern.ops.segments.batches import in_front, of_batches, whole
 from jax_tilekern.ops.segments.edges import gathered_rows
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.functions import combined
-from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
+from jax_tilekern.ops.segments.keys import from_the_first, highest, lowest, rows_of
 from jax_tilekern.ops.segments.order import order_by_key
-from jax_tilekern.ops.segments.plan import SegmentPlan, integers, is_too_large, segment_plan
+from jax_tilekern.ops.segments.plan import (
+    SegmentPlan,
+    checked_plan,
+    integers,
+    is_too_large,
+    segment_plan,
+)
 from jax_tilekern.ops.segments.reduce import reduce_rows
 from jax_tilekern.primitives.operation import Operation, define
 
@@ -85,7 +91,7 @@ def take(
                 f"take: a plan of {indices.num_segments} rows, for axis {axis} of an array of "
                 f"shape {a.shape}"
             )
-        return _filled(a, indices, fill_value)
+        return _filled(a, checked_plan("take", indices), fill_value)
 
     def by_jax(a: Any, indices: Any) -> Array:
         return jnp.take(a, indices, axis, out, mode, unique_indices, indices_are_sorted, fill_value)
@@ -108,7 +114,7 @@ def take(
     if mode == "wrap":
         indices = indices % rows
     elif mode != "clip":
-        indices = _from_the_first(indices, rows)
+        indices = from_the_first(indices, rows)
     plan = segment_plan(
         indices.ravel(),
         rows,
@@ -168,7 +174,8 @@ def scatter_add(
         raise ValueError("scatter_add: a table has rows, and this array has no dimension")
     edges: tuple[int, ...]
     if isinstance(indices, SegmentPlan):
-        plan, edges = indices, (indices.size,)
+        plan = checked_plan("scatter_add", indices)
+        edges = (plan.size,)
         if plan.num_segments != a.shape[0]:
             raise ValueError(
                 f"scatter_add: a plan of {plan.num_segments} rows for a table of {a.shape[0]}"
@@ -176,7 +183,7 @@ def scatter_add(
     else:
         indices = integers("scatter_add", indices)
         edges = indices.shape
-        numbers = _from_the_first(indices.ravel(), a.shape[0])
+        numbers = from_the_first(indices.ravel(), a.shape[0])
         plan = segment_plan(numbers, a.shape[0], indices_are_sorted=indices_are_sorted, mode=mode)
     # As by JAX, the result is converted to the table's type last.
     dtype, row = jnp.result_type(a, updates), a.shape[1:]
@@ -190,15 +197,6 @@ def scatter_add(
 
     result: Array = by_automatic_axes(added, (a, updates, plan), lambda: spec_of(a))
     return result
-
-
-def _from_the_first(numbers: Array, rows: int) -> Array:
-    """Return numbers of rows where negative ones are counted from the last row."""
-    if not jnp.issubdtype(numbers.dtype, jnp.signedinteger):
-        return numbers
-    if numbers.dtype.itemsize < 4:
-        numbers = numbers.astype(np.int32)
-    return jnp.where(numbers < 0, numbers + rows, numbers)
 
 
 def _filled(a: Array, plan: SegmentPlan, fill_value: Any) -> Array:
