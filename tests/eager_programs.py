@@ -12,14 +12,6 @@ from operations import OPERATIONS, ROWS, SHAPES, message
 
 import jax_tilekern as jtk
 
-# Public names that compute nothing by themselves.
-OTHER_NAMES = {
-    "FFI_TARGETS", "CompileError", "CudaKernel", "Explanation", "FallbackError", "Fp8Recipe", "Gpu",
-    "KernelReport", "NoGpu", "Routing", "SegmentPlan", "TensorMap", "checkpoint_policies",
-    "cost_analysis", "cxx_type", "explain", "export_checks", "gpu_target", "linalg", "out_of_core",
-    "policy", "strict", "tune", "tuning", "linalg.SlogdetResult", "out_of_core.Plan",
-    "out_of_core.Progress", "out_of_core.plan",
-}  # fmt: skip
 KEPT_PLAN = jtk.segment_plan(np.arange(ROWS) % 4, 4)
 RECIPE = jtk.Fp8Recipe()
 

@@ -10,28 +10,20 @@ import numpy as np
 from jax.test_util import check_grads
 
 import jax_tilekern as jtk
+from benchmarks.catalog.bounds import (
+    FP8_SUM_ROUNDOFF,
+    TF32_ROUNDOFF,
+    UNIT_ROUNDOFF,
+    on_gpu,
+)
+from benchmarks.catalog.bounds import (
+    supported as supported,
+)
 
 BF16, F8E4, F8E5 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
-UNIT_ROUNDOFF = {
-    np.dtype(np.float64): 2.0**-53,
-    np.dtype(np.float32): 2.0**-24,
-    np.dtype(np.float16): 2.0**-11,
-    np.dtype(BF16): 2.0**-8,
-    np.dtype(F8E4): 2.0**-4,
-    np.dtype(F8E5): 2.0**-3,
-}
-TF32_ROUNDOFF = 2.0**-11
-# Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits. At the default
-# precision the accumulators are not promoted to float32.
-FP8_SUM_ROUNDOFF = 2.0**-12
-
 # Row- and column-major operands of a matrix product.
 MAJORS = ("mk,kn", "km,kn", "mk,nk", "km,nk")
-
-
-def on_gpu():
-    return jax.default_backend() == "gpu"
 
 
 def roundoff(dtype, precision=None):
@@ -42,13 +34,6 @@ def roundoff(dtype, precision=None):
         return TF32_ROUNDOFF
     hopper = jax.devices()[0].compute_capability == "9.0"
     return FP8_SUM_ROUNDOFF if hopper and np.dtype(dtype) in (F8E4, F8E5) else 0.0
-
-
-def supported(lhs):
-    """A GPU multiplies 8-bit floats from compute capability 8.9 on."""
-    if not on_gpu() or np.dtype(lhs) not in (F8E4, F8E5):
-        return True
-    return float(jax.devices()[0].compute_capability) >= 8.9
 
 
 def random(rng, shape, dtype):

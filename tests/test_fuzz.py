@@ -7,10 +7,19 @@ from fuzz import outcomes
 from numerics import BF16, F8E4, on_gpu
 
 import jax_tilekern as jtk
+from benchmarks.catalog import DESCRIPTIONS, NOT_OPERATIONS
 
 pytestmark = pytest.mark.defaults
 
 CALLS, PARTS = 40, 4
+
+
+def test_every_public_operation_is_described():
+    modules = {"": jtk, "linalg.": jtk.linalg, "out_of_core.": jtk.out_of_core}
+    public = {prefix + name for prefix, module in modules.items() for name in module.__all__}
+    described = {name.partition(",")[0] for name in DESCRIPTIONS}
+    assert described | NOT_OPERATIONS == public
+    assert not described & NOT_OPERATIONS
 
 
 @pytest.mark.parametrize("part", range(PARTS))

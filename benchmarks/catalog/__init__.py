@@ -1,0 +1,31 @@
+"""Descriptions of the operations: random calls, the same in plain JAX, and bounds on errors."""
+
+from __future__ import annotations
+
+from benchmarks.catalog import (
+    arrays,
+    cuda_kernel,
+    epilogues,
+    grouped,
+    lanes,
+    linalg,
+    mixture,
+    optimisers,
+    products,
+    quantised,
+    segments,
+)
+
+FAMILIES = (
+    arrays, cuda_kernel, epilogues, grouped, lanes, linalg, mixture, optimisers, products,
+    quantised, segments,
+)  # fmt: skip
+DESCRIPTIONS = {x.name: x for family in FAMILIES for x in family.DESCRIPTIONS}
+# Public names that compute nothing by themselves: modules, contexts, types and reports.
+NOT_OPERATIONS = {
+    "FFI_TARGETS", "CompileError", "CudaKernel", "Explanation", "FallbackError", "Fp8Recipe", "Gpu",
+    "KernelReport", "NoGpu", "Routing", "SegmentPlan", "TensorMap", "checkpoint_policies",
+    "cost_analysis", "cxx_type", "explain", "export_checks", "gpu_target", "linalg", "out_of_core",
+    "policy", "strict", "tune", "tuning", "linalg.SlogdetResult", "out_of_core.Plan",
+    "out_of_core.Progress", "out_of_core.plan",
+}  # fmt: skip

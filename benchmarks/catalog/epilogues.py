@@ -1,0 +1,148 @@
+"""Products with a function of their elements."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.catalog.bounds import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    UNIT_ROUNDOFF,
+    compared,
+    einsum,
+    operand_rounding,
+    wide,
+)
+from benchmarks.catalog.call import Call, describe
+from benchmarks.catalog.draw import Draw
+
+_ACTIVATIONS = ((jax.nn.relu, 1), (jnp.tanh, 1), (jax.nn.silu, 1.1))
+_LAYERS = {
+    "linear": lambda m, f, x, w, b: m.linear(x, w, b, f),
+    "matmul, epilogue": lambda m, f, x, w, b: m.matmul(
+        x, w, epilogue=lambda y, bias: f(y + bias), operands=(b,)
+    ),
+    "fuse": lambda m, f, x, w, b: m.fuse(lambda x, w, b: f(x @ w + b))(x, w, b),
+    "patch": lambda m, f, x, w, b: m.patch()(lambda x, w, b: f(x @ w + b))(x, w, b),
+}
+
+
+def layer(draw: Draw, name: str) -> Call:
+    """Draw a product with a bias and an activation."""
+    # Second derivatives of relu are zeros.
+    activation, derivative = draw.one(*_ACTIVATIONS[draw.only is not None :])
+    types = [draw.type(F32, BF16, F16)] * 3
+    subscripts = "mk,kn,n->mn"
+    operands = draw.operands(subscripts, draw.sizes("mkn"), types)
+
+    def errors(result, x, w, b):
+        value, magnitude, terms = einsum("mk,kn->mn", wide(x), wide(w))
+        value, magnitude = value + wide(b), magnitude + np.abs(wide(b))
+        share = (terms + 4) * 2.0**-24 + operand_rounding(types, None)
+        # `fuse` rounds the product and the sum to their types.
+        share += 3 * UNIT_ROUNDOFF[types[0]] if name in ("fuse", "patch") else 0
+        slack = derivative * share * magnitude + 2.0**-20
+        with jax.enable_x64(True):
+            exact = np.asarray(activation(jnp.asarray(value, F64)))
+        return [compared(result, exact, slack)]
+
+    return Call(
+        name,
+        activation.__name__,
+        operands,
+        lambda m, *arrays: _LAYERS[name](m, activation, *arrays),
+        errors,
+        is_plain=False,
+    )
+
+
+def gated_linear(draw: Draw, name: str) -> Call:
+    """Draw two products of the same rows."""
+    types = [draw.type(F32, BF16, F16)] * 3
+    operands = draw.operands("mk,kn,kn->mn", draw.sizes("mkn"), types)
+
+    def errors(result, x, gate, up):
+        (g, g_size, terms), (u, u_size, _) = (
+            einsum("mk,kn->mn", wide(x), wide(w)) for w in (gate, up)
+        )
+        share = (terms + 4) * 2.0**-24 + operand_rounding(types, None)
+        of_gate, of_up = share * g_size, share * u_size + UNIT_ROUNDOFF[types[0]] * np.abs(u)
+        silu = g / (1 + np.exp(-g))
+        slack = 1.1 * of_gate * (np.abs(u) + of_up) + np.abs(silu) * of_up
+        return [compared(result, silu * u, slack + 2.0**-20 * (1 + np.abs(silu * u)))]
+
+    return Call(name, "", operands, lambda m, *xs: m.gated_linear(*xs), errors, is_plain=False)
+
+
+def linear_cross_entropy(draw: Draw, name: str) -> Call:
+    """Draw labels of rows."""
+    sizes = draw.sizes("mdv")
+    rows, depth, columns = (max(1, sizes[x]) for x in "mdv")
+    types = [draw.type(F32, BF16)] * 2
+    operands = draw.operand((rows, depth), types[0]), draw.operand((depth, columns), types[1])
+    labels = draw.rng.integers(0, columns, rows).astype(np.int32)
+
+    def errors(result, h, w):
+        y, magnitude, terms = einsum("md,dv->mv", wide(h), wide(w))
+        share = (terms + 1) * 2.0**-24 + operand_rounding(types, None)
+        top = y.max(1)
+        lse = top + np.log(np.exp(y - top[:, None]).sum(1))
+        slack = 2 * share * magnitude.max(1) + (columns + 16) * 2.0**-24 * (
+            1 + np.abs(lse) + np.abs(top)
+        )
+        return [compared(result, lse - y[np.arange(rows), labels], slack)]
+
+    return Call(
+        name,
+        "reduction=none",
+        operands,
+        lambda m, h, w: m.linear_cross_entropy(h, w, labels, reduction="none"),
+        errors,
+        is_plain=False,
+    )
+
+
+_ROWS = {
+    "row_sum": (lambda y: y * y, lambda y: (y * y).sum(-1)),
+    "row_max": (lambda y: y, lambda y: y.max(-1)),
+    "row_logsumexp": (lambda y: y, lambda y: np.log(np.exp(y - y.max()).sum(-1)) + y.max()),
+}
+
+
+def row_reduction(draw: Draw, name: str) -> Call:
+    """Draw a product of which an epilogue reduces the rows."""
+    dtype = draw.type(F32, BF16, F16)
+    sizes = {label: max(1, size) for label, size in draw.sizes("mkn").items()}
+    operands = draw.operands("mk,kn->m", sizes, [dtype] * 2)
+    each, expected = _ROWS[name]
+
+    def errors(result, x, w):
+        y, magnitude, terms = einsum("mk,kn->mn", wide(x), wide(w))
+        share = (terms + sizes["n"] + 16) * 2.0**-24 + operand_rounding([dtype] * 2, None)
+        # The sum of squares errs by twice the share of each; all values have a rounding, too.
+        share += UNIT_ROUNDOFF[dtype]
+        slack = 2 * share * (magnitude**2).sum(-1) if name == "row_sum" else 2 * share * (
+            magnitude.max(-1) + 1
+        )  # fmt: skip
+        return [compared(result, expected(y), slack)]
+
+    return Call(
+        name,
+        "",
+        operands,
+        lambda m, x, w: m.matmul(x, w, epilogue=lambda y: getattr(m, name)(each(y))),
+        errors,
+        is_plain=False,
+    )
+
+
+DESCRIPTIONS = [
+    *describe(layer, *_LAYERS),
+    *describe(gated_linear, "gated_linear"),
+    *describe(linear_cross_entropy, "linear_cross_entropy"),
+    *describe(row_reduction, *_ROWS),
+]

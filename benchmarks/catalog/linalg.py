@@ -1,0 +1,226 @@
+"""Functions of batches of matrices."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+
+from benchmarks.catalog.bounds import F32, F64, UNIT_ROUNDOFF, wide
+from benchmarks.catalog.call import Call, describe
+from benchmarks.catalog.draw import Draw, text_of
+from benchmarks.catalog.oracles import ORACLES
+
+
+def linear_algebra(draw: Draw, name: str) -> Call:
+    """Draw a call whose residual is bounded by the computed factors and solution (Higham)."""
+    name = name.removeprefix("linalg.")
+    n, columns = max(1, draw.size(100)), max(1, draw.size(20))
+    batch = draw.one((), (), (3,), (17,))
+    dtype = draw.type(F32, F64)
+    u = 16 * max(8, n) * UNIT_ROUNDOFF[dtype]
+    shapes = [(*batch, n, n)] + ([(*batch, n, columns)] if "solve" in name else [])
+    operands = tuple(draw.operand(shape, dtype) for shape in shapes)
+    eye = np.eye(n)
+
+    def call(m, a, *others):
+        a = jnp.matmul(a, a.mT, precision="highest") / n if name == "cholesky" else a
+        a = a + (1 if name == "cholesky" else 2 * math.sqrt(n)) * jnp.eye(n, dtype=dtype)
+        function = getattr(m.linalg, name)
+        if name == "solve_triangular":
+            return a, function(a, *others, lower=True)
+        if name == "triangular_solve":
+            return a, function(a, *others, lower=True, left_side=True)
+        return a, function(a, *others)
+
+    def errors(result, _, *others):
+        a, found = (jax.tree.map(wide, x) for x in result)
+        size = np.abs(a)
+        if name == "inv":
+            return [(np.abs(a @ found - eye), u * (size @ np.abs(found)))]
+        if name == "solve":
+            return [(np.abs(a @ found - wide(others[0])), u * (size @ np.abs(found)))]
+        if name in ("solve_triangular", "triangular_solve"):
+            residual = np.tril(a) @ found - wide(others[0])
+            return [(np.abs(residual), u * (np.tril(size) @ np.abs(found)))]
+        if name == "cholesky":
+            transposed = np.swapaxes(found, -1, -2)
+            return [(np.abs(found @ transposed - a), u * (np.abs(found) @ np.abs(transposed)))]
+        if name == "lu":
+            p, lower, upper = found
+            return [(np.abs(p @ lower @ upper - a), u * (p @ (np.abs(lower) @ np.abs(upper))))]
+        if name == "lu_factor":
+            factors, pivots = found
+            lower, upper = np.tril(factors, -1) + eye, np.triu(factors)
+            order = np.broadcast_to(np.arange(n), pivots.shape).copy()
+            for i in range(n):
+                j = pivots[..., i : i + 1]
+                order[..., [i]], moved = np.take_along_axis(order, j, -1), order[..., [i]]
+                np.put_along_axis(order, j, moved, -1)
+            permuted = np.take_along_axis(a, order[..., None], -2)
+            return [(np.abs(lower @ upper - permuted), u * (np.abs(lower) @ np.abs(upper)))]
+        if name == "det":
+            exact = np.linalg.det(a.astype(np.float64))
+            condition = np.linalg.cond(a.astype(np.float64))
+            return [(np.abs(found - exact), u * condition * np.abs(exact))]
+        sign, logarithm = np.linalg.slogdet(a.astype(np.float64))
+        return [
+            (np.abs(found[0] - sign), np.zeros_like(sign)),
+            (np.abs(found[1] - logarithm), u * n * np.ones_like(logarithm)),
+        ]
+
+    return Call(f"linalg.{name}", "", operands, call, errors, is_plain=False)
+
+
+def norms(a):
+    """Return the Frobenius norm of each matrix, of shape ``(..., 1, 1)``."""
+    return np.sqrt((np.abs(a) ** 2).sum((-2, -1), keepdims=True)).astype(np.float64)
+
+
+def of_columns(x):
+    """Return the products of columns, without the identity."""
+    return np.abs(x.mT @ x - np.eye(x.shape[-1]))
+
+
+def decompositions(draw: Draw, name: str) -> Call:
+    """Draw orthogonal factors whose product errs by roundings of the matrix's norm."""
+    name = name.removeprefix("linalg.")
+    rows, columns = max(1, draw.size(70)), max(1, draw.size(70))
+    rows = columns if name.startswith("eig") else rows
+    batch, dtype = draw.one((), (4,), (2, 9)), draw.type(F32, F64)
+    options, rank, scale = {}, None, np.ones(columns)
+    if name == "svd":
+        options["full_matrices"] = draw.only is None and draw.chance(0.5)
+    if name == "qr":
+        options["mode"] = draw.one("reduced", "complete", "r") if draw.only is None else "reduced"
+    if draw.only is None:
+        powers = np.zeros(columns), np.linspace(0, -5, columns), np.full(columns, 12)
+        scale, rank = 10.0 ** draw.one(*powers), draw.one(None, None, 0, 1)
+    else:  # JAX has derivatives of these factors alone.
+        rows = max(rows, columns)
+    operand = draw.operand((*batch, rows, columns), dtype)
+    share = 12 * max(rows, columns) * UNIT_ROUNDOFF[dtype]
+
+    def call(m, a):
+        a = a if rank is None else a[..., :, :rank] @ a[..., :rank, :]
+        a = a * scale.astype(dtype)
+        a = (a + a.mT) / 2 if name.startswith("eig") else a
+        return a, getattr(m.linalg, name)(a, **options)
+
+    def errors(result, _):
+        a = np.asarray(result[0], np.float64)
+        found = [np.asarray(x, np.float64) for x in jax.tree.leaves(result[1])]
+        bound = share * norms(a)
+        if name in ("svdvals", "eigvalsh"):
+            expected = getattr(np.linalg, name)(a)
+            return [(np.abs(found[0] - expected), bound[..., 0])]
+        if name == "eigh":
+            w, v = found
+            product, orthogonal = (v * w[..., None, :]) @ v.mT, [v]
+        elif name == "svd":
+            u, w, vh = found
+            count = w.shape[-1]
+            product = (u[..., :count] * w[..., None, :]) @ vh[..., :count, :]
+            orthogonal = [u, vh.mT]
+            w = -w
+            if (w > 0).any():
+                return [(np.full(1, np.inf), np.zeros(1))]
+        elif options["mode"] == "r":
+            # The factor of the product of columns is the same up to signs.
+            r = found[0]
+            return [
+                (np.abs(r.mT @ r - a.mT @ a), 2 * bound * norms(a)),
+                (np.abs(np.tril(r, -1)), 0 * bound),
+            ]
+        else:
+            q, r = found
+            product, orthogonal, w = q @ r, [q], np.zeros(1)
+            if np.tril(r, -1).any():
+                return [(np.full(1, np.inf), np.zeros(1))]
+        # Values are in order.
+        return [
+            (np.abs(product - a), bound),
+            *((of_columns(x), np.full(1, share)) for x in orthogonal),
+            ((np.diff(w) < 0).astype(float), np.zeros(1)),
+        ]
+
+    return Call(
+        f"linalg.{name}",
+        f"{text_of(options)}, columns times {scale[0]:.0e} to {scale[-1]:.0e}, {rank=}",
+        (operand,),
+        call,
+        errors,
+        is_plain=False,
+        up_to_signs=True,
+    )
+
+
+def matrix_functions(draw: Draw, name: str) -> Call:
+    """Draw functions of which condition numbers bound the error (Higham)."""
+    name = name.removeprefix("linalg.")
+    rows, columns = max(1, draw.size(40)), max(1, draw.size(40))
+    rows = columns if name == "expm" else rows
+    batch, dtype = draw.one((), (5,)), draw.type(F32, F64)
+    size = draw.one(0.01, 1.0, 6.0 if draw.only is None else 0.5) if name == "expm" else 1.0
+    operand = draw.operand((*batch, rows, columns), dtype)
+    share = 16 * max(8, rows, columns) * UNIT_ROUNDOFF[dtype]
+
+    def call(m, a):
+        if name == "expm":
+            a = a * (size / math.sqrt(columns))
+        else:
+            a = a + 2 * math.sqrt(max(rows, columns)) * jnp.eye(rows, columns, dtype=dtype)
+        return a, getattr(m.linalg, name)(a)
+
+    def errors(result, _):
+        a, found = (np.asarray(x, np.float64) for x in result)
+        if name == "expm":
+            expected = scipy.linalg.expm(a)
+            norm = np.linalg.norm(a, 2, axis=(-2, -1), keepdims=True)
+            return [(np.abs(found - expected), share * (1 + norm) * np.exp(norm))]
+        expected = np.linalg.pinv(a, rcond=1e-14)
+        s = np.linalg.svdvals(a)
+        condition = (s[..., 0] / s[..., -1])[..., None, None]
+        # Beyond this, singular values count as zeros.
+        condition = np.where(condition * share < 0.1, condition, np.inf)
+        return [(np.abs(found - expected), share * condition / s[..., -1:, None])]
+
+    return Call(
+        f"linalg.{name}", f"size {size}", (operand,), call, errors, is_plain=False
+    )  # fmt: skip
+
+
+def newton_schulz(draw: Draw, name: str) -> Call:
+    """Draw matrices whose singular values five polynomials move toward 1."""
+    rows, columns, batch = max(1, draw.size(70)), max(1, draw.size(70)), draw.one((), (3,))
+    operand = draw.operand((*batch, rows, columns), F32)
+    # Each step multiplies errors by at most the polynomial's largest derivative.
+    share = 3.4445**5 * 16 * max(8, rows, columns) * UNIT_ROUNDOFF[F32]
+
+    def errors(result, x):
+        with jax.enable_x64(True):
+            expected = np.asarray(ORACLES.linalg.newton_schulz(jnp.asarray(x, F64)))
+        return [(np.abs(np.asarray(result, np.float64) - expected), share * np.ones(x.shape))]
+
+    return Call(
+        name, "", (operand,), lambda m, x: m.linalg.newton_schulz(x, precision="highest"), errors,
+        is_plain=False,
+    )  # fmt: skip
+
+
+DESCRIPTIONS = [
+    *describe(
+        linear_algebra, "linalg.inv", "linalg.det", "linalg.slogdet", "linalg.lu",
+        "linalg.lu_factor", "linalg.cholesky", "linalg.solve", "linalg.solve_triangular",
+        "linalg.triangular_solve",
+    ),
+    *describe(
+        decompositions, "linalg.svd", "linalg.svdvals", "linalg.eigh", "linalg.eigvalsh",
+        "linalg.qr", derivatives=1, tolerance=1e-2,
+    ),
+    *describe(matrix_functions, "linalg.expm", "linalg.pinv", tolerance=1e-3),
+    *describe(newton_schulz, "linalg.newton_schulz", tolerance=1e-2),
+]  # fmt: skip

@@ -1,0 +1,211 @@
+"""The operations in plain JAX: its functions of the same names, and what it lacks written out."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg
+import numpy as np
+from jax import lax
+
+import jax_tilekern as jtk
+from benchmarks.catalog.bounds import F8E4
+
+
+def _namesakes(ours: Any, *modules: Any) -> dict[str, Any]:
+    """Return JAX's function of each name, from the first module that has one."""
+    found: dict[str, Any] = {}
+    for module in reversed(modules):
+        found |= {name: getattr(module, name) for name in ours.__all__ if hasattr(module, name)}
+    return found
+
+
+def _identity(function: Any) -> Any:
+    return function
+
+
+def _with_epilogue(y: Any, epilogue: Any, operands: Any) -> Any:
+    return y if epilogue is None else epilogue(y, *operands)
+
+
+def _matmul(a: Any, b: Any, *, epilogue: Any = None, operands: Any = (), **options: Any) -> Any:
+    return _with_epilogue(jnp.matmul(a, b, **options), epilogue, operands)
+
+
+def _symmetric_matmul(a: Any, b: Any = None, **options: Any) -> Any:
+    return _matmul(a, a.mT if b is None else b, **options)
+
+
+def _linear(x: Any, w: Any, b: Any, activation: Any) -> Any:
+    return activation(x @ w + b)
+
+
+def _gated_linear(x: Any, gate: Any, up: Any) -> Any:
+    return jax.nn.silu(x @ gate) * (x @ up)
+
+
+def _linear_cross_entropy(h: Any, w: Any, labels: Any, *, reduction: str) -> Any:
+    assert reduction == "none"
+    y = h @ w
+    labelled = jnp.take_along_axis(y, labels[:, None], 1)[:, 0]
+    return jax.nn.logsumexp(y, 1) - labelled
+
+
+def _ragged_dot(
+    lhs: Any, rhs: Any, sizes: Any, *, epilogue: Any = None, operands: Any = (), **options: Any
+) -> Any:
+    """Multiply rows with zeros in place of others' rows, because they may have NaN."""
+    out = jax.eval_shape(functools.partial(lax.ragged_dot, **options), lhs, rhs, sizes)
+    bounds = jnp.cumsum(jnp.asarray(sizes))
+    group = jnp.searchsorted(bounds, jnp.arange(lhs.shape[0]), side="right")
+    masks = (group == jnp.arange(rhs.shape[0])[:, None])[..., None]
+    rows = jnp.where(masks, lhs, jnp.zeros((), lhs.dtype))
+    y = jnp.einsum("gmk,gkn->mn", rows, rhs, preferred_element_type=out.dtype)
+    return _with_epilogue(y, epilogue, operands)
+
+
+def _all_gather_matmul(x: Any, w: Any, axis: str) -> Any:
+    return lax.all_gather(x, axis, tiled=True) @ w
+
+
+def _matmul_reduce_scatter(x: Any, w: Any, axis: str) -> Any:
+    return lax.psum_scatter(x @ w, axis, tiled=True)
+
+
+def _kernel(function: Any, in_axes: Any = 0) -> Any:
+    return jax.vmap(function, in_axes)
+
+
+def _moe(x: Any, up: Any, down: Any, weights: Any, indices: Any, *, w_gate: Any) -> Any:
+    hidden = jax.nn.silu(jnp.einsum("td,edh->eth", x, w_gate)) * jnp.einsum("td,edh->eth", x, up)
+    y = jnp.einsum("eth,ehd->etd", hidden, down)
+    chosen = jax.nn.one_hot(indices, len(up), dtype=x.dtype)
+    return jnp.einsum("tke,tk,etd->td", chosen, weights, y)
+
+
+def _route(logits: Any, k: int) -> Any:
+    weights, indices = lax.top_k(jax.nn.softmax(logits), k)
+    return weights / weights.sum(-1, keepdims=True), indices
+
+
+def _segment_mean(x: Any, ids: Any, count: int, **options: Any) -> Any:
+    sums = jax.ops.segment_sum(x, ids, count, **options)
+    counts = jax.ops.segment_sum(jnp.ones(len(x), x.dtype), ids, count, **options)
+    return sums / jnp.maximum(counts, 1)[:, None]
+
+
+def _segment_reduce(
+    function: Any,
+    *arrays: Any,
+    segment_ids: Any,
+    num_segments: int,
+    gather: Any,
+    reduction: str,
+) -> Any:
+    rows = (x if index is None else x[index] for x, index in zip(arrays, gather, strict=True))
+    return getattr(jax.ops, f"segment_{reduction}")(function(*rows), segment_ids, num_segments)
+
+
+def _scatter_add(x: Any, index: Any, updates: Any) -> Any:
+    return x.at[index].add(updates)
+
+
+def _sort_by_key(keys: Any, *values: Any, num_keys: int) -> Any:
+    order = jnp.argsort(keys, stable=True)
+    return (keys[order], *(x[order] for x in values))
+
+
+def _top_k(x: Any, k: int, *, axis: int) -> Any:
+    values, indices = lax.top_k(jnp.moveaxis(x, axis, -1), k)
+    return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
+
+
+def _quantize(x: Any) -> Any:
+    """Rows of at most 128 elements, each with one scale."""
+    wide = x.astype(np.float32)
+    scales = abs(wide).max(-1, keepdims=True, initial=0) * np.float32(1 / 448)
+    scales = jnp.where(scales < 2.0**-98, 1, scales)
+    return (wide * (1 / scales)).astype(F8E4), scales
+
+
+def _row_quantize(y: Any) -> Any:
+    return _quantize(y)
+
+
+def _scaled_matmul(lhs: Any, rhs: Any, lhs_scales: Any, rhs_scales: Any) -> Any:
+    wide = lhs_scales.dtype
+    return (lhs.astype(wide) * lhs_scales) @ (rhs.astype(wide) * rhs_scales).mT
+
+
+def _scaled_ragged_dot(lhs: Any, rhs: Any, sizes: Any, lhs_scales: Any, rhs_scales: Any) -> Any:
+    wide = lhs_scales.dtype
+    rows, matrices = lhs.astype(wide) * lhs_scales, rhs.astype(wide) * rhs_scales
+    return _ragged_dot(rows, matrices.mT, sizes)
+
+
+def _newton_schulz(x: Any, precision: Any = None) -> Any:
+    x = x / (jnp.sqrt((x * x).sum((-2, -1), keepdims=True)) + 1e-8)
+    for _ in range(5):
+        square = jnp.matmul(x, x.mT, precision=precision)
+        polynomial = -4.775 * square + 2.0315 * jnp.matmul(square, square, precision=precision)
+        x = 3.4445 * x + jnp.matmul(polynomial, x, precision=precision)
+    return x
+
+
+def _muon(learning_rate: float) -> Any:
+    import optax
+
+    return optax.contrib.muon(learning_rate)
+
+
+def _lu(a: Any) -> Any:
+    factors = jax.scipy.linalg.lu
+    for _ in a.shape[2:]:
+        factors = jax.vmap(factors)
+    return factors(a)
+
+
+ORACLES = SimpleNamespace(
+    **{
+        **_namesakes(jtk, jnp, jnp.linalg, lax, jax.ops),
+        "all_gather_matmul": _all_gather_matmul,
+        "fp8_dot_general": lax.dot_general,
+        "fuse": _identity,
+        "gated_linear": _gated_linear,
+        "kernel": _kernel,
+        "linear": _linear,
+        "linear_cross_entropy": _linear_cross_entropy,
+        "matmul": _matmul,
+        "matmul_reduce_scatter": _matmul_reduce_scatter,
+        "moe": _moe,
+        "muon": _muon,
+        "patch": lambda: _identity,
+        "quantize": _quantize,
+        "ragged_dot": _ragged_dot,
+        "route": _route,
+        "row_logsumexp": functools.partial(jax.nn.logsumexp, axis=-1),
+        "row_max": functools.partial(jnp.max, axis=-1),
+        "row_quantize": _row_quantize,
+        "row_sum": functools.partial(jnp.sum, axis=-1),
+        "scaled_matmul": _scaled_matmul,
+        "scaled_ragged_dot": _scaled_ragged_dot,
+        "scatter_add": _scatter_add,
+        "segment_mean": _segment_mean,
+        "segment_reduce": _segment_reduce,
+        "sort_by_key": _sort_by_key,
+        "strassen_matmul": lambda a, b, levels: jnp.matmul(a, b),
+        "symmetric_matmul": _symmetric_matmul,
+        "top_k": _top_k,
+        "linalg": SimpleNamespace(
+            **{
+                **_namesakes(jtk.linalg, jnp.linalg, jax.scipy.linalg, lax.linalg),
+                "lu": _lu,
+                "newton_schulz": _newton_schulz,
+            }
+        ),
+    }
+)
