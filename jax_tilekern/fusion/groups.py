@@ -34,7 +34,10 @@ _PRODUCTS = {
         **all_of("dimension_numbers precision preferred_element_type"),
         "out_sharding": absent,
     },
-    "tilekern_contract": {**all_of("contraction precision out_dtype"), "out_sharding": absent},
+    "tilekern_contract": {
+        **all_of("contraction precision out_dtype contexts"),
+        "out_sharding": absent,
+    },
 }
 
 # XLA computes the operands of these in the same kernel.
