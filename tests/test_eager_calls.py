@@ -127,6 +127,14 @@ def test_programs_of_the_last_functions_are_kept(monkeypatch):
     assert [reference() is None for reference in references] == [True, True, False, False]
 
 
+@pytest.mark.parametrize(("further", "named"), [((), {"activation": jnp.sin}), ((1,), {})])
+def test_too_many_arguments(further, named):
+    x = jnp.ones((4, 4))
+    np.testing.assert_array_equal(jtk.linear(x, x, x[0], jnp.cos), jnp.cos(x @ x + x))
+    with pytest.raises(TypeError, match=r"multiple values|positional argument"):
+        jtk.linear(x, x, x[0], jnp.cos, *further, **named)
+
+
 def test_equal_methods_are_different_functions():
     """The object that they belong to may have changed."""
 

@@ -69,6 +69,10 @@ def jitted(
                 return function(*given, **kwargs)
             for name in functions:
                 if names.index(name) < len(given):
+                    if name in kwargs:
+                        raise TypeError(
+                            f"{function.__name__}() got multiple values for argument {name!r}"
+                        )
                     kwargs[name] = given.pop(names.index(name))
             users = tuple(
                 (name, _Same(kwargs.pop(name)))
