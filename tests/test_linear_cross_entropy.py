@@ -346,7 +346,7 @@ def test_a_transposed_table_is_read_where_it_lies(rng):
     assert_trees_close((value, (h_bar, table_bar.T)), expected, 1e-5)
 
 
-def test_disabled(rng):
+def test_disabled(rng, highest_precision):
     args = operands(rng, np.float32)
     expected = jax.value_and_grad(loss)(*args)
     with jtk.policy("xla"):

@@ -80,6 +80,7 @@ def swapped():
     jax.clear_caches()
 
 
+@jax.default_matmul_precision("highest")
 def _values(function, name):
     """Values, gradients, and values of a batch of an operation."""
     rng = np.random.default_rng(7)

@@ -270,10 +270,6 @@ def test_errors(error, x, kwargs, words):
         newton_schulz(x, **kwargs)
 
 
-def test_polar_is_that_of_jax():
-    assert jtk.linalg.polar is jax.scipy.linalg.polar
-
-
 # Several devices.
 
 SPECS = (P("d", "m"), P(None, "d", "m"), P(None, ("d", "m")))

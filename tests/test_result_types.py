@@ -72,7 +72,7 @@ def test_a_function_is_traced_once_for_all_sizes():
     assert [x.shape for (x,) in traced] == [(2, 3), (2, 2), (1, 2)]
 
 
-def test_the_number_of_groups_is_no_size_of_an_operand(rng):
+def test_the_number_of_groups_is_no_size_of_an_operand(rng, highest_precision):
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((6, 4), (3, 4, 5)))
     sizes = np.array([1, 2, 3], np.int32)
     gradient = jax.grad(lambda w: jtk.ragged_dot(x, w, sizes).sum())(w)

@@ -172,14 +172,15 @@ def symmetric_matmul(
     a = jnp.asarray(a)
     other = None if b is None else jnp.asarray(b)
     _check_symmetric(a, other, operands)
-    result = product_type(
-        jnp.matmul,
-        a,
-        a.mT if other is None else other,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
+    options: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
+    if other is None:
+        result = product_type(_gram_by_jax, a, **options)
+    else:
+        result = product_type(jnp.matmul, a, other, **options)
     if other is None:
         # Its rows are the columns of the transpose.
         *batch, m, n, k = range(a.ndim + 1)
@@ -193,6 +194,11 @@ def symmetric_matmul(
     if epilogue is not None:
         return product
     return compat.with_type(product, result.dtype, result.weak_type)
+
+
+def _gram_by_jax(a: Array, **options: Any) -> Array:
+    result: Array = jnp.matmul(a, a.mT, **options)
+    return result
 
 
 def _identity(accumulator: Any) -> Any:
