@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
+from jax_tilekern.ops.arguments import check_choice
 from jax_tilekern.ops.newton_schulz import (
     COEFFICIENTS,
     METHODS,
@@ -122,18 +123,16 @@ def muon(
         ("preconditioning", preconditioning, PRECONDITIONINGS),
         ("ns", ns, METHODS),
     ):
-        if value not in known:
-            raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
+        check_choice("muon", name, value, known)
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"mesh is a jax.sharding.Mesh, not {mesh!r}")
+        raise TypeError(f"muon: mesh is a jax.sharding.Mesh, not {mesh!r}")
     most_bytes = 2**30 if max_stack_bytes is None else max_stack_bytes
     if isinstance(most_bytes, bool) or not isinstance(most_bytes, int | np.integer):
-        raise TypeError(f"max_stack_bytes is an integer, not {max_stack_bytes!r}")
+        raise TypeError(f"muon: max_stack_bytes is an integer, not {max_stack_bytes!r}")
     if most_bytes <= 0:
-        raise ValueError(f"max_stack_bytes is positive, not {max_stack_bytes}")
+        raise ValueError(f"muon: max_stack_bytes is positive, not {max_stack_bytes}")
     if isinstance(ns_coeffs, str):
-        if ns_coeffs not in _PRESETS:
-            raise ValueError(f"ns_coeffs is one of {', '.join(_PRESETS)}, not {ns_coeffs!r}")
+        check_choice("muon", "ns_coeffs", ns_coeffs, tuple(_PRESETS))
         ns_coeffs = _PRESETS[ns_coeffs]
     momentum = optax.contrib.scale_by_muon(ns_coeffs, ns_steps, beta, eps, mu_dtype)
 

@@ -184,7 +184,7 @@ def test_says_why_xla_takes_a_call():
 
 def test_an_array_in_place_of_the_function_is_refused():
     x = jnp.ones((4, 4))
-    with pytest.raises(TypeError, match=r"as in explain\(matmul, a, b\), got ArrayImpl"):
+    with pytest.raises(TypeError, match=r"as in explain\(matmul, a, b\), and got ArrayImpl"):
         jtk.explain(jtk.matmul(x, x))
 
 

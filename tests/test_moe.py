@@ -364,7 +364,7 @@ def test_errors(rng):
         ours({**arrays, "w_down": arrays["w_up"]}, weights, indices)
     with pytest.raises(TypeError, match="indices are integers"):
         ours(arrays, weights, weights)
-    with pytest.raises(ValueError, match="neither 'hidden' nor 'inputs'"):
+    with pytest.raises(ValueError, match="save is 'all'; it is 'hidden' or 'inputs'"):
         ours(arrays, weights, indices, save="all")
     with pytest.raises(ValueError, match="num_groups is 3, which does not divide 4"):
         jtk.route(jnp.ones((3, 4)), 2, num_groups=3, chosen_groups=1)

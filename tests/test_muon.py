@@ -286,9 +286,9 @@ def test_inside_shard_map_a_device_has_its_own_matrices(rng):
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"ns": "fast"}, "ns is one of auto, standard, gram, not 'fast'"),
-        ({"preconditioning": "l1"}, "preconditioning is one of frobenius"),
-        ({"ns_coeffs": "mine"}, "ns_coeffs is one of standard, dion"),
+        ({"ns": "fast"}, "ns is 'fast'; it is 'auto', 'standard' or 'gram'"),
+        ({"preconditioning": "l1"}, "preconditioning is 'l1'; it is 'frobenius'"),
+        ({"ns_coeffs": "mine"}, "ns_coeffs is 'mine'; it is 'standard' or 'dion'"),
         ({"max_stack_bytes": 0}, "max_stack_bytes is positive, not 0"),
     ],
 )

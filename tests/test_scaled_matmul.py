@@ -167,12 +167,12 @@ ERRORS = [
     (ValueError, r"leading dimensions.*\(2, 4", ((2, 4, 9), F8E4), ((3, 4, 9), F8E4), (), ()),
     (
         ValueError,
-        r"lhs_scales have shape \(4, 3\).*\(4, 2\) or \(4, 1\) or \(1, 2\) or \(1, 1\)",
+        r"lhs_scales of .* have shape \(4, 3\).*\(4, 2\) or \(4, 1\) or \(1, 2\) or \(1, 1\)",
         ((4, 256), F8E4), ((8, 256), F8E4), (4, 3), (8, 2),
     ),
     (
         ValueError,
-        r"rhs_scales have shape \(2, 300, 3\).*\(2, 300, 2\) or .*\(2, 3, 2\)",
+        r"rhs_scales of .* have shape \(2, 300, 3\).*\(2, 300, 2\) or .*\(2, 3, 2\)",
         ((4, 256), F8E4), ((2, 300, 256), F8E4), (4, 2), (2, 300, 3),
     ),
 ]  # fmt: skip

@@ -190,12 +190,12 @@ def test_errors(rng):
         (TypeError, "integers, not float32", (lhs, rhs, np.ones(2, F32), of_lhs, of_rhs)),
         (
             ValueError,
-            r"lhs_scales have shape \(1, 3\).*\(4, 2\) or \(4, 1\) or \(1, 2\) or \(1, 1\)",
+            r"lhs_scales of .* have shape \(1, 3\).*\(4, 2\) or \(4, 1\) or \(1, 2\) or \(1, 1\)",
             (lhs, rhs, sizes, jnp.ones((1, 3)), of_rhs),
         ),
         (
             ValueError,
-            r"rhs_scales have shape \(3, 2\).*\(2, 300, 2\) or .*\(2, 3, 2\)",
+            r"rhs_scales of .* have shape \(3, 2\).*\(2, 300, 2\) or .*\(2, 3, 2\)",
             (lhs, rhs, sizes, of_lhs, of_rhs[0]),
         ),
         (TypeError, "rhs_scales .* not bfloat16", (lhs, rhs, sizes, of_lhs, of_rhs.astype(BF16))),

@@ -671,7 +671,7 @@ def test_errors(rng):
         jtk.segment_reduce(lambda x: x, x[:3], segment_ids=ids, num_segments=2)
     with pytest.raises(ValueError, match=r"array 0 has shape \(\)"):
         jtk.segment_reduce(lambda x: x, 1.0, segment_ids=ids, num_segments=2, gather=(ids,))
-    with pytest.raises(ValueError, match="reduction is 'mean'; it is 'sum', 'max'"):
+    with pytest.raises(ValueError, match="reduction is 'mean'; it is 'sum', 'prod'"):
         jtk.segment_reduce(lambda x: x, x, segment_ids=ids, num_segments=2, reduction="mean")
     with pytest.raises(TypeError, match="elementwise"):
         jtk.segment_reduce(jnp.sum, x, segment_ids=ids, num_segments=2)

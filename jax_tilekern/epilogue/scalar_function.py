@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -30,13 +31,51 @@ _NOT_ELEMENTWISE = frozenset(
     }
 )  # fmt: skip
 
-# What the functions are that are traced, by the names that users know them by.
-_ROLES = {
+# What each kind of function takes, and how it may read an array.
+_KINDS = {
     "epilogue": (
-        "an epilogue is a function of scalars, one element of the product and one of each operand"
+        "an epilogue is a function of scalars, one element of the product and one of each operand",
+        "pass the array in operands=(...)",
     ),
-    "activation": "an activation is a function of scalars, one element of the product",
+    "activation": (
+        "an activation is a function of scalars, one element of the product",
+        "matmul has epilogues that read arrays",
+    ),
+    "function": (
+        "it is a function of scalars, one element of each array",
+        "pass the array as another one, and the rows of it that edges read in gather=(...)",
+    ),
 }
+
+
+class Role(NamedTuple):
+    """What errors call a function of scalars, and its operands.
+
+    Attributes
+    ----------
+    call
+        The function whose argument it is.
+    argument
+        Which argument it is.
+    name
+        The function's name, if another one is traced in its place.
+    operand
+        What an operand is called, by its number.
+    """
+
+    call: str
+    argument: Literal["epilogue", "activation", "function"] = "epilogue"
+    name: str | None = None
+    operand: str = "operand {} of the epilogue"
+
+    def of(self, function: Callable[..., Any]) -> str:
+        """Return what errors call a function."""
+        own = getattr(function, "__name__", type(function).__name__)
+        return f"{self.call}: the {self.argument} {self.name or own}"
+
+
+# Functions of the library.
+OWN = Role("jax_tilekern")
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +294,7 @@ def trace_scalars(
     accumulator: np.dtype[Any],
     product: np.dtype[Any],
     operands: Sequence[np.dtype[Any]],
-    role: Literal["epilogue", "activation"] = "epilogue",
+    role: Role = OWN,
 ) -> TracedFunction:
     """Trace a user's function on scalars.
 
@@ -271,7 +310,7 @@ def trace_scalars(
     operands
         Types of the operands.
     role
-        What errors call the function.
+        What errors call it.
 
     Raises
     ------
@@ -279,9 +318,11 @@ def trace_scalars(
         If it is not a function of scalars.
     """
     if not callable(function):
-        raise TypeError(f"the {role} is {function!r}; it must be a function of scalars")
+        raise TypeError(
+            f"{role.call}: the {role.argument} is {function!r}; it must be a function of scalars"
+        )
     name = getattr(function, "__name__", type(function).__name__)
-    called, meaning = f"the {role} {name}", _ROLES[role]
+    called, (meaning, hint) = role.of(function), _KINDS[role.argument]
     avals = [_scalar(dtype) for dtype in (accumulator, *operands)]
     # The function may be traced anew in a rule.
     function = with_modes_of_now(function)
@@ -290,6 +331,10 @@ def trace_scalars(
             traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
     except jax.dtypes.TypePromotionError:
         raise
+    except TypeError as error:
+        if takes(function, len(avals)):
+            raise
+        raise TypeError(f"{called} does not take {len(avals)} arguments; {meaning}") from error
     except (IndexError, ValueError) as error:
         raise TypeError(f"{called} does not take scalars: {error}; {meaning}") from error
     tree, reductions = _results(called, shapes)
@@ -305,10 +350,8 @@ def trace_scalars(
     closed_over, is_closure = list(traced.consts), False
     for value in closed_over:
         if jnp.shape(value):
-            hint = ": pass the array in operands=(...)" if role == "epilogue" else ""
             raise TypeError(
-                f"{called} closes over an array of shape {jnp.shape(value)}; an {role} is a "
-                f"function of scalars{hint}"
+                f"{called} closes over an array of shape {jnp.shape(value)}; {meaning}: {hint}"
             )
     _refuse_arrays(called, meaning, traced.jaxpr)
 
@@ -338,6 +381,17 @@ def trace_scalars(
         return jax.tree.unflatten(tree, [results[order.index(i)] for i in range(len(order))])
 
     return TracedFunction(scalar_function, closed_over, nested)
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function may be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # It has no signature.
+        return True
+    return True
 
 
 def _has_typed_functions(jaxpr: compat.Jaxpr) -> bool:

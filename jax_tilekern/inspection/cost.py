@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
+from jax_tilekern.inspection.tracing import traced
 from jax_tilekern.plans.policy.setting import counted
 
 
@@ -40,6 +39,8 @@ def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> di
     Examples
     --------
     >>> import jax
+
+    from jax_tilekern.inspection.tracing import traced
     >>> import jax.numpy as jnp
     >>> import jax_tilekern as jtk
     >>> x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
@@ -47,9 +48,8 @@ def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> di
     >>> int(jtk.cost_analysis(jtk.matmul, x, w)["flops"]) == 2 * 64 * 128 * 32
     True
     """
-    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
     with counted():
-        lowered = jitted.lower(*args, **kwargs)
+        lowered = traced("cost_analysis", function, args, kwargs).lower()
         # Some backends count only compiled programs.
         found: dict[str, float] = lowered.cost_analysis() or lowered.compile().cost_analysis()
     return found

@@ -151,12 +151,12 @@ def explain(
     no kernel for int16 x int16 -> int16 at precision DEFAULT
     """
     if platform is not None and platform not in _PLATFORMS:
-        raise ValueError(f"platform {platform!r} is none of {', '.join(_PLATFORMS)}")
+        raise ValueError(f"explain: platform {platform!r} is none of {', '.join(_PLATFORMS)}")
     if platform is None and target_is_set():
         platform = "cuda"
     target = _canonical(jax.default_backend() if platform is None else platform)
     with recorded_choices(target) as recorder:
-        program = traced(function, args, kwargs)
+        program = traced("explain", function, args, kwargs)
         lowered = program.lower(lowering_platforms=None if platform is None else (target,))
         if recorder.awaited and target in _platforms(args, kwargs):
             lowered.compile()

@@ -11,12 +11,14 @@ import numpy as np
 
 
 def traced(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    caller: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> jax.stages.Traced:
     """Trace a function as ``jax.jit`` does.
 
     Parameters
     ----------
+    caller
+        What traces it.
     function
         Any function of arrays. One that is jitted already keeps its static arguments.
     args, kwargs
@@ -25,7 +27,7 @@ def traced(
     """
     if not callable(function):
         raise TypeError(
-            f"expected a function and its arguments, as in explain(matmul, a, b), got "
+            f"{caller} takes a function and its arguments, as in {caller}(matmul, a, b), and got "
             f"{type(function).__name__} in place of the function"
         )
     if isinstance(function, types.MethodType):

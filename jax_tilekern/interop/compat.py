@@ -129,9 +129,6 @@ inlined_when_traced: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else T
 # jax_default_matmul_precision applied.
 canonicalize_precision: Callable[[Any], Any] = _lax.canonicalize_precision
 
-# Raises the exception of jax.numpy for operands such as lists, which jit takes as trees.
-check_arraylike: Callable[..., None] = _numpy_util.check_arraylike
-
 # Warns of a truncated type, unlike jax.dtypes.canonicalize_dtype.
 canonicalize_dtype: Callable[[Any, str], Any] = _dtypes.check_and_canonicalize_user_dtype
 
@@ -568,6 +565,17 @@ def in_pallas_kernel() -> bool:
         return pallas.axis_frame() is not None
     except AssertionError:  # Outside of a kernel, unless Python runs with -O.
         return False
+
+
+def check_arraylike(function: str, *operands: Any) -> None:
+    """Raise the exception of jax.numpy for operands such as lists, which jit takes as trees."""
+    for position, x in enumerate(operands):
+        if isinstance(x, str):  # JAX takes it for a scalar.
+            raise TypeError(
+                f"{function} requires ndarray or scalar arguments, got {type(x)} at position "
+                f"{position}."
+            )
+    _numpy_util.check_arraylike(function, *operands)
 
 
 def in_traced_program() -> bool:

@@ -11,10 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_tilekern.epilogue.scalar_function import ScalarFunction, TracedFunction, trace_scalars
+from jax_tilekern.epilogue.scalar_function import (
+    Role,
+    ScalarFunction,
+    TracedFunction,
+    trace_scalars,
+)
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.partitioning import params_text
+
+_ROLE = Role("moe", "activation")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,16 +131,15 @@ def traced_activation(
 
 
 def _traced(function: Callable[[Any], Any], dtype: np.dtype[Any]) -> TracedFunction:
-    traced = trace_scalars(function, dtype, dtype, (), role="activation")
+    traced = trace_scalars(function, dtype, dtype, (), _ROLE)
     results = traced.function.out_dtypes
     if traced.function.reductions != (None,) or traced.nested([0]) != 0:
         raise TypeError(
-            f"the activation {traced.function.name} returns {traced.nested(results)}; it must "
-            "return one scalar"
+            f"{_ROLE.of(function)} returns {traced.nested(results)}; it must return one scalar"
         )
     if jnp.issubdtype(results[0], np.complexfloating) and dtype.kind != "c":
         raise TypeError(
-            f"the activation {traced.function.name} returns {results[0]} for {dtype}; take its "
+            f"{_ROLE.of(function)} returns {results[0]} for {dtype}; take its "
             "real part, or cast x to a complex type"
         )
     return traced

@@ -44,7 +44,7 @@ class Fp8Recipe:
 
     def __post_init__(self) -> None:
         """Check and canonicalise the fields."""
-        dtype = fp8_type("gradient_dtype is", self.gradient_dtype)
+        dtype = fp8_type("Fp8Recipe: gradient_dtype is", self.gradient_dtype)
         object.__setattr__(self, "gradient_dtype", dtype)
         object.__setattr__(self, "power_of_two", flag("power_of_two", self.power_of_two))
 

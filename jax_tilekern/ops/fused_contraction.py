@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from jax_tilekern.epilogue.plain_data import from_data, to_data
-from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.epilogue.scalar_function import OWN, Role, ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.contraction import (
@@ -66,6 +67,7 @@ def contract_with_epilogue(
     in_place: InPlace = (),
     symmetric: bool = False,
     out_sharding: NamedSharding | None = None,
+    role: Role = OWN,
 ) -> Any:
     """Contract two arrays and apply a function to every element of the result.
 
@@ -92,6 +94,8 @@ def contract_with_epilogue(
         are the operands. A kernel may then compute half of each result.
     out_sharding
         Sharding of the result on a mesh with explicit axes.
+    role
+        What errors call the function.
 
     Raises
     ------
@@ -104,7 +108,7 @@ def contract_with_epilogue(
     accumulator = accumulator_dtype(lhs.dtype, product)
     arrays = [jnp.asarray(x) for x in (*operands, *group_operands)]
     function, closed_over, nested = trace_scalars(
-        epilogue, accumulator, product, [x.dtype for x in arrays]
+        epilogue, accumulator, product, [x.dtype for x in arrays], role
     )
     if function.is_identity and not symmetric:
         plain = contract(
@@ -119,16 +123,16 @@ def contract_with_epilogue(
         return nested([plain])
     if bounds and function.elements < len(function.reductions):
         raise TypeError(
-            f"the epilogue {function.name} returns a result of rows, which ragged_dot does not "
-            "have; it is a result of epilogues of matmul and dot_general"
+            f"{role.of(epilogue)} returns a result of rows, which {role.call} does not have; it is "
+            "a result of epilogues of matmul and dot_general"
         )
     if function.quantizes and len(shape) < 2:
         raise ValueError(
-            f"the epilogue {function.name} quantises rows, which takes a product of at least 2 "
-            f"dimensions; its shape is {tuple(shape)}"
+            f"{role.of(epilogue)} quantises rows, which takes a product of at least 2 dimensions; "
+            f"its shape is {tuple(shape)}"
         )
     read = labelled_operands(
-        operands, group_operands, *bounds, contraction=contraction, shape=shape
+        operands, group_operands, *bounds, contraction=contraction, shape=shape, role=role
     ) + [(jnp.asarray(x), ()) for x in closed_over]
     results = contract_with_scalar_function(
         lhs,
@@ -200,18 +204,21 @@ def labelled_operands(
     *bounds: Array,
     contraction: Contraction,
     shape: Sequence[int],
+    role: Role = OWN,
 ) -> list[tuple[Array, Labels]]:
     """Label the operands of an epilogue, which are those of :func:`contract_with_epilogue`."""
+    names = (f"{role.call}: {role.operand.format(i)}" for i in itertools.count())
     return [
-        _with_labels(i, jnp.asarray(x), contraction.out, shape) for i, x in enumerate(operands)
+        _with_labels(name, jnp.asarray(x), contraction.out, shape)
+        for x, name in zip(operands, names, strict=False)
     ] + [
-        _with_labels(i, jnp.asarray(x), *_of_groups(contraction, shape, *bounds), "the groups'")
-        for i, x in enumerate(group_operands, len(operands))
+        _with_labels(name, jnp.asarray(x), *_of_groups(contraction, shape, *bounds), "the groups'")
+        for x, name in zip(group_operands, names, strict=False)
     ]
 
 
 def _with_labels(
-    number: int, x: Array, out: Labels, shape: Sequence[int], whose: str = "the product's"
+    name: str, x: Array, out: Labels, shape: Sequence[int], whose: str = "the product's"
 ) -> tuple[Array, Labels]:
     """Label an operand's dimensions as NumPy broadcasts them, without those of size 1."""
     aligned = tuple(shape[len(shape) - x.ndim :])
@@ -219,8 +226,7 @@ def _with_labels(
         own not in (1, size) for own, size in zip(x.shape, aligned, strict=True)
     ):
         raise ValueError(
-            f"operand {number} of the epilogue has shape {x.shape}, which does not broadcast to "
-            f"{whose}, {tuple(shape)}"
+            f"{name} has shape {x.shape}, which does not broadcast to {whose}, {tuple(shape)}"
         )
     labels = out[len(out) - x.ndim :]
     dropped = [i for i, size in enumerate(x.shape) if size == 1]

@@ -258,15 +258,15 @@ def dot_by_sum(
     return (left * right).sum(tuple(axes)).astype(out_dtype)
 
 
-def check_operands(epilogue: Callable[..., Any] | None, **operands: Any) -> None:
+def check_operands(call: str, epilogue: Callable[..., Any] | None, **operands: Any) -> None:
     """Raise a ``TypeError`` if operands of an epilogue are no sequence, or nothing reads them."""
     for name, arrays in operands.items():
         if not isinstance(arrays, Sequence):
             raise TypeError(
-                f"{name} of an epilogue are a sequence of arrays, got one of shape "
-                f"{np.shape(arrays)}: pass {name}=(x,)"
+                f"{call}: {name} are a sequence of arrays, got one of shape {np.shape(arrays)}: "
+                f"pass {name}=(x,)"
             )
         if arrays and epilogue is None:
             raise TypeError(
-                f"{len(arrays)} {name} of an epilogue, but no epilogue= that reads them"
+                f"{call}: {len(arrays)} {name} of an epilogue, but no epilogue= that reads them"
             )

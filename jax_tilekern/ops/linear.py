@@ -10,13 +10,14 @@ import jax
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.epilogue.scalar_function import Role, takes
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import common_type
-from jax_tilekern.ops.matmul import labelled_matrices, matmul
+from jax_tilekern.ops.matmul import labelled_matrices, matmul, matrix_product
 from jax_tilekern.ops.pair_contraction import contract_pair
 
 Activation = Callable[[Any], Any]
@@ -71,12 +72,14 @@ def linear(
     >>> jax.grad(lambda w: jtk.linear(x, w, b, jax.nn.gelu).sum())(w).shape
     (128, 32)
     """
+    role = _role("linear", activation)
     epilogue, operands = (activation, ()) if b is None else (_after_bias(activation), (b,))
-    return matmul(
+    return matrix_product(
+        role,
         x,
         w,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
+        precision,
+        preferred_element_type,
         epilogue=epilogue,
         operands=operands,
     )
@@ -139,11 +142,13 @@ def gated_linear(
     up = w_up if alike else matmul(x, w_up, **options)
     result = product_type(jnp.matmul, x, w_gate, **options)
     lhs, gate, contraction = labelled_matrices(x, w_gate)
+    role = _role("gated_linear", activation, epilogue)
     function = _times(activation, epilogue)
     call: dict[str, Any] = {
         "contraction": contraction,
         "precision": compat.canonicalize_precision(precision),
         "product": result.dtype,
+        "role": role,
     }
     if not alike:
         gated = contract_with_epilogue(
@@ -187,15 +192,31 @@ def _times(
     def gated(y: Any, up: Any) -> Any:
         gate = activation(y)
         if not jax.tree_util.treedef_is_leaf(jax.tree.structure(gate)):
-            raise TypeError(f"the activation returns {gate!r}; it must return one scalar")
+            raise TypeError(
+                f"gated_linear: the activation returns {gate!r}; it must return one scalar"
+            )
         value = _times_up(gate, up)
         return value if epilogue is None else epilogue(value)
 
     return _named("gate", activation, gated)
 
 
+def _role(
+    call: str, activation: Activation | None, epilogue: Callable[..., Any] | None = None
+) -> Role:
+    """Return what errors call the functions of a layer, which are functions or ``None``."""
+    given = {"activation": activation, "epilogue": epilogue}
+    for argument, function in given.items():
+        if function is not None and not callable(function):
+            raise TypeError(
+                f"{call}: the {argument} is {function!r}; it must be a function of scalars"
+            )
+        if function is not None and not takes(function, 1):
+            raise TypeError(f"{call}: the {argument} {function!r} does not take 1 argument")
+    names = [getattr(x, "__name__", type(x).__name__) for x in given.values() if x is not None]
+    return Role(call, "activation", " with the epilogue ".join(names), operand="b")
+
+
 def _named(what: str, activation: Activation, function: Callable[..., Any]) -> Callable[..., Any]:
-    if not callable(activation):
-        raise TypeError(f"the activation is {activation!r}; it must be a function of scalars")
     function.__name__ = f"{what}_{getattr(activation, '__name__', '')}".rstrip("_")
     return function

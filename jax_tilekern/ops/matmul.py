@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.epilogue.scalar_function import Role
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.interop.result_types import product_type
@@ -90,6 +91,22 @@ def matmul(
     >>> jax.grad(lambda w: jtk.matmul(x, w).sum())(w).shape
     (128, 32)
     """
+    return matrix_product(
+        Role("matmul"), a, b, precision, preferred_element_type, out_sharding, epilogue, operands
+    )
+
+
+def matrix_product(
+    role: Role,
+    a: ArrayLike,
+    b: ArrayLike,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[ArrayLike] = (),
+) -> Array:
+    """Compute :func:`matmul`; ``role`` is what errors call the epilogue."""
     result = product_type(
         jnp.matmul,
         a,
@@ -99,7 +116,7 @@ def matmul(
         out_sharding=out_sharding,
     )
     a, b, contraction = labelled_matrices(jnp.asarray(a), jnp.asarray(b))
-    product = _product(a, b, contraction, result, precision, out_sharding, epilogue, operands)
+    product = _product(a, b, contraction, result, precision, out_sharding, epilogue, operands, role)
     if epilogue is not None:
         return product
     return compat.with_type(product, result.dtype, result.weak_type)
@@ -168,7 +185,7 @@ def symmetric_matmul(
     >>> cubic.shape
     (64, 64)
     """
-    check_operands(epilogue, operands=operands)
+    check_operands("symmetric_matmul", epilogue, operands=operands)
     a = jnp.asarray(a)
     other = None if b is None else jnp.asarray(b)
     _check_symmetric(a, other, operands)
@@ -189,7 +206,7 @@ def symmetric_matmul(
         a, other, contraction = labelled_matrices(a, other)
     product = _product(
         a, other, contraction, result, precision, out_sharding, epilogue or _identity, operands,
-        symmetric=True,
+        Role("symmetric_matmul"), symmetric=True,
     )  # fmt: skip
     if epilogue is not None:
         return product
@@ -215,7 +232,7 @@ def _check_symmetric(a: Array, b: Array | None, operands: Sequence[ArrayLike]) -
     of_rows, of_columns = (sum(x[i] == 1 < x[1 - i] for x in sizes) for i in (1, 0))
     if of_rows != of_columns:
         raise ValueError(
-            f"the epilogue of a symmetric result has {of_rows} operands of rows (..., m, 1) and "
+            f"symmetric_matmul: the epilogue has {of_rows} operands of rows (..., m, 1) and "
             f"{of_columns} of columns (..., 1, m), of shapes {[np.shape(x) for x in operands]}: "
             "pass each as both, or use matmul"
         )
@@ -304,7 +321,10 @@ def dot_general(
     )
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     contraction = Contraction.of_dot_general(lhs.ndim, rhs.ndim, dimension_numbers)
-    return _product(lhs, rhs, contraction, result, precision, out_sharding, epilogue, operands)
+    role = Role("dot_general")
+    return _product(
+        lhs, rhs, contraction, result, precision, out_sharding, epilogue, operands, role
+    )
 
 
 def _product(
@@ -316,13 +336,14 @@ def _product(
     out_sharding: NamedSharding | PartitionSpec | None,
     epilogue: Callable[..., Any] | None,
     operands: Sequence[ArrayLike],
+    role: Role,
     *,
     symmetric: bool = False,
 ) -> Array:
     """Contract two arrays; ``result`` is the type of JAX's own product of them."""
     explicit = None if out_sharding is None else compat.explicit_sharding(result)
     canonical = compat.canonicalize_precision(precision)
-    check_operands(epilogue, operands=operands)
+    check_operands(role.call, epilogue, operands=operands)
     if epilogue is None:
         return contract(
             lhs,
@@ -343,6 +364,7 @@ def _product(
         operands=operands,
         symmetric=symmetric,
         out_sharding=explicit,
+        role=role,
     )
     return results
 

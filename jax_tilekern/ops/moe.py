@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import by_types, mode_independent, with_modes_of_now
+from jax_tilekern.ops.arguments import check_choice, integer
 from jax_tilekern.ops.expert_activation import named, traced_activation
 from jax_tilekern.ops.expert_call import is_one_call, one_call
 from jax_tilekern.ops.expert_layer import DIMS, expert_layer
@@ -96,15 +96,13 @@ def route(
     >>> jtk.route(jnp.array([[0.0, 2.0, 1.0]]), 2).indices
     Array([[1, 2]], dtype=int32)
     """
+    compat.check_arraylike("route", logits, *(() if bias is None else (bias,)))
     logits = jnp.asarray(logits)
     if logits.ndim != 2:
         raise ValueError(f"route: logits of shape {logits.shape}; they are (tokens, experts)")
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"route: logits are floats, not {logits.dtype}")
-    if score_function not in ("softmax", "sigmoid"):
-        raise ValueError(
-            f"route: score_function is {score_function!r}; it is 'softmax' or 'sigmoid'"
-        )
+    check_choice("route", "score_function", score_function, ("softmax", "sigmoid"))
     experts = allowed = logits.shape[1]
     if bias is not None:
         bias = jnp.asarray(bias)
@@ -112,13 +110,13 @@ def route(
             raise ValueError(f"route: a bias of shape {bias.shape} for {experts} experts")
         if jnp.issubdtype(bias.dtype, jnp.complexfloating):
             raise TypeError(f"route: a bias of {bias.dtype} has no order; it is added to scores")
-    k = _integer("k", k)
+    k = integer("route", "k", k)
     if (num_groups is None) != (chosen_groups is None):
         raise ValueError("route: num_groups and chosen_groups are given together")
     groups = None
     if num_groups is not None and chosen_groups is not None:
-        num_groups = _integer("num_groups", num_groups)
-        chosen_groups = _integer("chosen_groups", chosen_groups)
+        num_groups = integer("route", "num_groups", num_groups)
+        chosen_groups = integer("route", "chosen_groups", chosen_groups)
         if num_groups < 1 or experts % num_groups:
             raise ValueError(f"route: num_groups is {num_groups}, which does not divide {experts}")
         if not 1 <= chosen_groups <= num_groups:
@@ -152,16 +150,6 @@ def route(
 
     spec = (spec_of(logits)[0], None)
     return Routing(*by_automatic_axes(routed, (logits, bias), lambda: [spec, spec]))
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, jax.core.Tracer):
-        # JAX's error says where the value is traced.
-        return operator.index(value)
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"route: {name} is {value!r}; it is an integer") from None
 
 
 def _chosen(scores: Array, bias: Array | None, k: int, groups: tuple[int, int] | None) -> Array:
@@ -281,10 +269,10 @@ def moe(
     for name, value in given.items():
         if value is None and name not in ("w_gate", "b_up", "b_gate", "b_down"):
             raise TypeError(f"moe: {name} is None; it is an array ({', '.join(DIMS[name])})")
+    compat.check_arraylike("moe", *(x for x in given.values() if x is not None))
     arrays = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
     _check_shapes(arrays)
-    if save not in ("hidden", "inputs"):
-        raise ValueError(f"moe: save={save!r} is neither 'hidden' nor 'inputs'")
+    check_choice("moe", "save", save, ("hidden", "inputs"))
     if not jnp.issubdtype(arrays["indices"].dtype, jnp.integer):
         raise TypeError(f"moe: indices are integers, not {arrays['indices'].dtype}")
     if "b_gate" in arrays and "w_gate" not in arrays:

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
+from jax_tilekern.ops.arguments import check_choice
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.newton_schulz_iteration import iterated, wide_type_of
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
@@ -143,24 +144,23 @@ def _check(
     if x.ndim < 2:
         raise ValueError(f"newton_schulz takes matrices (..., m, n), not shape {x.shape}")
     if not isinstance(steps, (int, np.integer)) or steps < 0:
-        raise ValueError(f"steps is a number of steps, not {steps!r}")
+        raise ValueError(f"newton_schulz: steps is a number of steps, not {steps!r}")
     if isinstance(steps, bool):
-        raise TypeError(f"steps is a number of steps, not {steps}")
+        raise TypeError(f"newton_schulz: steps is a number of steps, not {steps}")
     if jnp.iscomplexobj(coefficients):
-        raise TypeError(f"coefficients are real numbers, not {coefficients.dtype}")
+        raise TypeError(f"newton_schulz: coefficients are real numbers, not {coefficients.dtype}")
     if eps_shape:
-        raise ValueError(f"eps is a number, not an array of shape {eps_shape}")
+        raise ValueError(f"newton_schulz: eps is a number, not an array of shape {eps_shape}")
     if coefficients.shape not in ((3,), (steps, 3)):
         raise ValueError(
-            f"coefficients have the shape (3,) or, for {steps} steps, ({steps}, 3), not "
-            f"{coefficients.shape}"
+            f"newton_schulz: coefficients have the shape (3,) or, for {steps} steps, ({steps}, 3), "
+            f"not {coefficients.shape}"
         )
     for name, value, known in (
         ("preconditioning", preconditioning, PRECONDITIONINGS),
         ("method", method, METHODS),
     ):
-        if value not in known:
-            raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
+        check_choice("newton_schulz", name, value, known)
 
 
 # The primitive, whose batch devices share: products by themselves would be split along rows.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.epilogue.scalar_function import OWN, Role, ScalarFunction, trace_scalars
 from jax_tilekern.ops.contraction import contract, mapped, masked_product
 from jax_tilekern.ops.fused_contraction import (
     contract_with_scalar_function,
@@ -42,6 +42,7 @@ def contract_pair(
     product: np.dtype[Any],
     function: Callable[..., Any],
     operands: Sequence[tuple[Array, Labels]] = (),
+    role: Role = OWN,
 ) -> Any:
     """Contract an array with each of two, and apply a function to each pair of elements.
 
@@ -60,6 +61,8 @@ def contract_pair(
         ``function(accumulator, second_accumulator, *operands)`` on scalars.
     operands
         Its operands, and the result's dimension that each of their dimensions is.
+    role
+        What errors call it.
 
     Raises
     ------
@@ -68,7 +71,7 @@ def contract_pair(
     """
     accumulator = accumulator_dtype(lhs.dtype, product)
     dtypes = [accumulator, *(x.dtype for x, _ in operands)]
-    traced = trace_scalars(function, accumulator, product, dtypes)
+    traced = trace_scalars(function, accumulator, product, dtypes, role)
     read = [*operands, *((jnp.asarray(x), ()) for x in traced.closed_over)]
     compute = _two_contractions if traced.function.is_closure else _bind
     results = compute(

@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.epilogue.scalar_function import Role
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import lax
 from jax_tilekern.ops.contraction import contract
@@ -137,7 +138,7 @@ def ragged_dot(
         group_offset,
         out_sharding=out_sharding,
     )
-    check_operands(epilogue, operands=operands, group_operands=group_operands)
+    check_operands("ragged_dot", epilogue, operands=operands, group_operands=group_operands)
     if epilogue is None:
         return call(debug=debug)
     result = compat.result_type(call)
@@ -156,6 +157,7 @@ def ragged_dot(
         epilogue=epilogue,
         operands=operands,
         group_operands=group_operands,
+        role=Role("ragged_dot"),
         out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
     )
 

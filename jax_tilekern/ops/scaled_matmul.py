@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.epilogue.scalar_function import Role, ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.contraction import as_dot_general, contract
@@ -152,7 +152,7 @@ def scaled_matmul(
         (*(shared if rhs.ndim > 2 else ()), n, k),
         (*shared, m, n),
     )
-    check_operands(epilogue, operands=operands)
+    check_operands("scaled_matmul", epilogue, operands=operands)
     arrays = [jnp.asarray(x) for x in operands]
     factors = (lhs, rhs, lhs_scales, rhs_scales)
     sharding = None
@@ -172,12 +172,13 @@ def scaled_matmul(
         return result
 
     if epilogue is not None:
+        role = Role("scaled_matmul")
         function, closed_over, nested = trace_scalars(
-            epilogue, _F32, out_dtype, [x.dtype for x in arrays]
+            epilogue, _F32, out_dtype, [x.dtype for x in arrays], role
         )
         if not function.is_identity:
             shape = (*max(lhs.shape[:-2], rhs.shape[:-2], key=len), lhs.shape[-2], rhs.shape[-2])
-            read = labelled_operands(arrays, (), contraction=contraction, shape=shape)
+            read = labelled_operands(arrays, (), contraction=contraction, shape=shape, role=role)
             read += [(jnp.asarray(x), ()) for x in closed_over]
             own_labels = tuple(labels for _, labels in read)
             if sharding is not None:

@@ -51,8 +51,8 @@ def check_scales(function: str, name: str, x: Array, scales: Array, rows: Sequen
     ]
     if scales.shape not in possible:
         raise ValueError(
-            f"{name}_scales have shape {scales.shape}; {name} {x.shape} has scales of shape "
-            + " or ".join(map(str, possible))
+            f"{name}_scales of {function} have shape {scales.shape}; {name} {x.shape} has scales "
+            "of shape " + " or ".join(map(str, possible))
         )
 
 

@@ -7,7 +7,6 @@ that it computes. Each device applies the algorithm to its part of the operands.
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 from jax import Array, lax
@@ -17,6 +16,7 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops import contraction as contractions
+from jax_tilekern.ops.arguments import integer
 from jax_tilekern.ops.contraction_lowering import source
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import product_by_lax
@@ -64,7 +64,8 @@ def strassen_matmul(
     """
     product = functools.partial(jnp.matmul, precision=precision, out_sharding=out_sharding)
     result = compat.result_type(product, a, b)
-    if (levels := operator.index(levels)) < 0 or min(jnp.ndim(a), jnp.ndim(b)) < 2:
+    levels = integer("strassen_matmul", "levels", levels)
+    if levels < 0 or min(jnp.ndim(a), jnp.ndim(b)) < 2:
         raise ValueError(
             "strassen_matmul takes matrices (..., m, k) and (..., k, n), and levels from 0, not "
             f"shapes {jnp.shape(a)} and {jnp.shape(b)}, levels={levels}"

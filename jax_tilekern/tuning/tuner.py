@@ -63,7 +63,7 @@ def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list
 def problems_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
     """Return what can be tuned in ``function``, each once: also calls of users' kernels."""
     with recorded_products() as recorded:
-        traced(function, args, kwargs).lower(lowering_platforms=("cuda",))
+        traced("tune", function, args, kwargs).lower(lowering_platforms=("cuda",))
     return list({text_of(problem): problem for problem in reversed(recorded)}.values())[::-1]
 
 

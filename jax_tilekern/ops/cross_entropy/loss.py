@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.ops.arguments import check_choice
 from jax_tilekern.ops.cross_entropy.logits import Options, row_losses, statistics_type
 from jax_tilekern.ops.cross_entropy.primitives import statistics, weighted, weighted_loss
 from jax_tilekern.ops.jitted import jitted
@@ -95,17 +96,21 @@ def linear_cross_entropy(
     >>> jtk.linear_cross_entropy(h, w, jnp.arange(4))  # log(16)
     Array(2.7725887, dtype=float32)
     """
+    compat.check_arraylike("linear_cross_entropy", h, w, labels, *(() if bias is None else (bias,)))
     h, w, labels = (jnp.asarray(x) for x in (h, w, labels))
     bias = None if bias is None else jnp.asarray(bias)
     _check_operands(h, w, labels, bias)
     z_loss, label_smoothing = float(z_loss), float(label_smoothing)
     softcap = None if softcap is None else float(softcap)
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; it must be one of {_REDUCTIONS}")
+    check_choice("linear_cross_entropy", "reduction", reduction, _REDUCTIONS)
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
+        raise ValueError(
+            f"linear_cross_entropy: label_smoothing is {label_smoothing}; it must be from 0 to 1"
+        )
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; it must be positive, or None")
+        raise ValueError(
+            f"linear_cross_entropy: softcap is {softcap}; it must be positive, or None"
+        )
     columns = w.shape[1] * (1 if axis_name is None else lax.axis_size(axis_name))
     precision = compat.canonicalize_precision(precision)
     options = Options(softcap, z_loss, label_smoothing, columns, precision, _CHUNK_BYTES)
@@ -113,37 +118,34 @@ def linear_cross_entropy(
 
 
 def _check_operands(h: Array, w: Array, labels: Array, bias: Array | None) -> None:
-    floating = {"h": h, "w": w} | ({} if bias is None else {"bias": bias})
-    for name, x in floating.items():
+    arrays = {"h": h, "w": w} | ({} if bias is None else {"bias": bias})
+    types = ", ".join(
+        f"{name} {x.dtype}{[*x.shape]}" for name, x in (*arrays.items(), ("labels", labels))
+    )
+    for name, x in arrays.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
-                f"{name} is {_type(x)}; linear_cross_entropy takes floating-point types"
+                f"linear_cross_entropy: {name} must have a floating-point type: {types}"
             )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
-            f"labels are {_type(labels)}; they must be integers, the positions of the right "
-            "columns of w"
+            "linear_cross_entropy: labels must be integers, the positions of the right columns of "
+            f"w: {types}"
         )
     if h.ndim < 1 or w.ndim != 2 or h.shape[-1] != w.shape[0]:
         raise ValueError(
-            f"h is {_type(h)} and w is {_type(w)}; their shapes must be (..., d) and (d, v). Pass "
-            "w.T if w has a row for each label"
+            "linear_cross_entropy: the shapes of h and w must be (..., d) and (d, v); pass w.T if "
+            f"w has a row for each label: {types}"
         )
     if labels.shape != h.shape[:-1]:
         raise ValueError(
-            f"labels are {_type(labels)} and h is {_type(h)}; labels must have the shape of h "
-            f"without its last dimension, {h.shape[:-1]}"
+            "linear_cross_entropy: labels must have the shape of h without its last dimension, "
+            f"{h.shape[:-1]}: {types}"
         )
     if bias is not None and bias.shape != w.shape[1:]:
-        raise ValueError(
-            f"bias is {_type(bias)} and w is {_type(w)}; the shape of bias must be {w.shape[1:]}"
-        )
+        raise ValueError(f"linear_cross_entropy: the shape of bias must be {w.shape[1:]}: {types}")
     if w.shape[1] == 0:
-        raise ValueError(f"w is {_type(w)}; a softmax needs at least one column")
-
-
-def _type(x: Array) -> str:
-    return f"{x.dtype}{list(x.shape)}"
+        raise ValueError(f"linear_cross_entropy: w must have at least one column: {types}")
 
 
 @jitted("reduction", "ignore_index", "axis_name", "options")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.epilogue.scalar_function import Role, ScalarFunction, trace_scalars
 from jax_tilekern.interop.originals import ops
 from jax_tilekern.ops.segments.batches import by_batch, first_of_batches
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
@@ -254,16 +254,18 @@ def trace_values(
         If it can only be evaluated where it was traced.
     """
     first = dtypes[0]
-    traced, closed_over, _ = trace_scalars(function, first, first, dtypes[1:])
+    role = Role("segment_reduce", "function")
+    traced, closed_over, _ = trace_scalars(function, first, first, dtypes[1:], role)
     if traced.is_closure:
         raise NotImplementedError(
-            f"segment_reduce: {traced.name} closes over a value of the program, and has a branch, "
+            f"{role.of(function)} closes over a value of the program, and has a branch, "
             "a loop or a function with a derivative of its own, which the types of a shard_map or "
             "of explicit axes do not allow; pass the value as an array of one row, with zeros as "
             "its gather"
         )
     if len(traced.out_dtypes) != 1 or traced.elements != 1:
         raise TypeError(
-            f"{traced.name} returns {len(traced.out_dtypes)} values; a value of an edge is one"
+            f"{role.of(function)} returns {len(traced.out_dtypes)} values, of which "
+            f"{traced.elements} are scalars; the value of an edge is one scalar"
         )
     return traced, closed_over

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp, ops
+from jax_tilekern.ops.arguments import check_choice
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.edges import EdgeOperands, SegmentCall, trace_values, value_dtype
 from jax_tilekern.ops.segments.explicit import (
@@ -243,10 +244,7 @@ def segment_reduce(
     read = [jnp.asarray(x) for x in arrays]
     if not read:
         raise TypeError("segment_reduce takes at least one array")
-    if reduction not in ("sum", "max", "min", "prod"):
-        raise ValueError(
-            f"segment_reduce: reduction is {reduction!r}; it is 'sum', 'max', 'min' or 'prod'"
-        )
+    check_choice("segment_reduce", "reduction", reduction, tuple(_COMBINE))
     places = (None,) * len(read) if gather is None else tuple(gather)
     if len(places) != len(read):
         raise ValueError(f"segment_reduce: {len(places)} entries of gather for {len(read)} arrays")
@@ -255,7 +253,7 @@ def segment_reduce(
         segment_ids,
         number_of_segments("segment_reduce", segment_ids, num_segments),
         indices_are_sorted,
-        clip=is_clipped(mode),
+        clip=is_clipped("segment_reduce", mode),
     )
     for i, (x, place) in enumerate(zip(read, places, strict=True)):
         if x.ndim == 0 or (place is None and x.shape[0] != plan.size):
@@ -316,7 +314,10 @@ def _reduced_edges(
         indices.append(index)
     rank = max(x.ndim for x in read)
     read = [x.reshape(*x.shape, *(1,) * (rank - x.ndim)) for x in read]
-    shape = jnp.broadcast_shapes(*(x.shape[1:] for x in read))
+    try:
+        shape = jnp.broadcast_shapes(*(x.shape[1:] for x in read))
+    except ValueError as error:
+        raise ValueError(f"segment_reduce: dimensions after the first: {error}") from None
     # A dimension that only some arrays lack is made whole.
     read = [
         x
@@ -395,7 +396,7 @@ def _checked(
     compat.check_arraylike(name, data)
     count = number_of_segments(name, segment_ids, num_segments)
     is_sorted, is_unique = bool(indices_are_sorted), bool(unique_indices)
-    return _reduced(kind, data, segment_ids, count, is_sorted, is_unique, is_clipped(mode))
+    return _reduced(kind, data, segment_ids, count, is_sorted, is_unique, is_clipped(name, mode))
 
 
 @jitted("kind", "segments", "is_sorted", "is_unique", "clip")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.lax import GatherScatterMode
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.arguments import integer
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import keys_of
@@ -119,7 +120,7 @@ def segment_plan(
         segment_ids,
         number_of_segments("segment_plan", segment_ids, num_segments),
         indices_are_sorted,
-        clip=is_clipped(mode),
+        clip=is_clipped("segment_plan", mode),
     )
 
 
@@ -167,28 +168,39 @@ def is_too_large(ids: Array, segments: int) -> bool:
     return isinstance(items, int) and items > MAX_ITEMS
 
 
-def number_of_segments(name: str, ids: Ids, given: int | None) -> int:
+def number_of_segments(
+    name: str, ids: Ids, given: int | None, argument: str = "num_segments"
+) -> int:
     """Return the number of segments, by default one more than the largest id."""
     if isinstance(ids, SegmentPlan):
         if given is not None and given != ids.num_segments:
             raise ValueError(
-                f"{name}: num_segments is {given}, and the plan has {ids.num_segments} segments"
+                f"{name}: {argument} is {given}, and the plan has {ids.num_segments} segments"
             )
         return ids.num_segments
     compat.check_arraylike(name, ids)
     if given is None:
+        if isinstance(ids, jax.core.Tracer):
+            raise jax.errors.ConcretizationTypeError(
+                ids, f"{name}: without {argument} it is one more than the largest integer"
+            )
         given = int(np.max(ids)) + 1 if np.size(ids) else 0
-    count = operator.index(given)
+    count = integer(name, argument, given)
     if count < 0:
-        raise ValueError(f"{name}: num_segments must be non-negative, not {count}")
+        raise ValueError(f"{name}: {argument} must be non-negative, not {count}")
     return count
 
 
-def is_clipped(mode: Any) -> bool:
+def is_clipped(name: str, mode: Any) -> bool:
     """Return whether ids out of bounds are those of the first and the last segment."""
     if mode is None:
         return False
-    return jax.lax.GatherScatterMode.from_any(mode) == jax.lax.GatherScatterMode.CLIP
+    try:
+        return GatherScatterMode.from_any(mode) == GatherScatterMode.CLIP
+    except ValueError:
+        raise ValueError(
+            f"{name}: mode is {mode!r}; it is 'drop', 'clip', 'fill' or 'promise_in_bounds'"
+        ) from None
 
 
 @jitted("count", "is_sorted", "clip")

@@ -10,10 +10,11 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.arguments import integer
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.explicit import Sharding, by_automatic_axes, resharded, spec_of
 from jax_tilekern.ops.segments.functions import reduced
-from jax_tilekern.ops.segments.plan import number_of_segments, segment_plan
+from jax_tilekern.ops.segments.plan import number_of_segments, plan_of
 
 
 def sort_by_key(keys: ArrayLike, *values: ArrayLike, num_keys: int) -> tuple[Array, ...]:
@@ -51,13 +52,13 @@ def sort_by_key(keys: ArrayLike, *values: ArrayLike, num_keys: int) -> tuple[Arr
     (Array([0, 1, 2, 2], dtype=int32), Array([1, 3, 0, 2], dtype=int32))
     """
     compat.check_arraylike("sort_by_key", keys, *values)
-    return _sorted(keys, values, num_keys)
+    return _sorted(keys, values, number_of_segments("sort_by_key", keys, num_keys, "num_keys"))
 
 
 @jitted("num_keys")
 def _sorted(keys: ArrayLike, values: tuple[ArrayLike, ...], num_keys: int) -> tuple[Array, ...]:
+    plan = plan_of("sort_by_key", keys, num_keys, is_sorted=False, clip=False, what="keys")
     keys = jnp.asarray(keys)
-    plan = segment_plan(keys, num_keys)
     assert plan.order is not None
     arrays = [jnp.asarray(x) for x in values]
     for x in arrays:
@@ -125,8 +126,9 @@ def bincount(
     """
     compat.check_arraylike("bincount", x, *(() if weights is None else (weights,)))
     if length is None:
-        length = max(number_of_segments("bincount", x, None), minlength)
-    counts = _bincount(x, weights, number_of_segments("bincount", x, length))
+        shortest = integer("bincount", "minlength", minlength)
+        length = max(number_of_segments("bincount", x, None, "length"), shortest)
+    counts = _bincount(x, weights, number_of_segments("bincount", x, length, "length"))
     return resharded(counts, out_sharding)
 
 
@@ -136,7 +138,7 @@ def _bincount(x: ArrayLike, weights: ArrayLike | None, length: int) -> Array:
     if x.dtype == np.bool_:
         x = x.astype(np.int32)
     ids: Any = jnp.maximum(x, jnp.zeros_like(x))
-    plan = segment_plan(ids, length)
+    plan = plan_of("bincount", ids, length, is_sorted=False, clip=False, what="elements of x")
     if weights is None:
         return jnp.diff(plan.bounds)[1:-1]
     weights = jnp.asarray(weights)

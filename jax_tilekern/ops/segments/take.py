@@ -24,7 +24,9 @@ from jax_tilekern.ops.segments.plan import (
     SegmentPlan,
     checked_plan,
     integers,
+    is_clipped,
     is_too_large,
+    plan_of,
     segment_plan,
 )
 from jax_tilekern.ops.segments.reduce import reduce_rows
@@ -181,16 +183,25 @@ def scatter_add(
                 f"scatter_add: a plan of {plan.num_segments} rows for a table of {a.shape[0]}"
             )
     else:
-        indices = integers("scatter_add", indices)
+        indices = integers("scatter_add", indices, "indices")
         edges = indices.shape
         numbers = from_the_first(indices.ravel(), a.shape[0])
-        plan = segment_plan(numbers, a.shape[0], indices_are_sorted=indices_are_sorted, mode=mode)
+        clip = is_clipped("scatter_add", mode)
+        plan = plan_of("scatter_add", numbers, a.shape[0], indices_are_sorted, clip=clip)
     # As by JAX, the result is converted to the table's type last.
     dtype, row = jnp.result_type(a, updates), a.shape[1:]
+    shape = (*edges, *row)
+    if updates.ndim > len(shape) or any(
+        own not in (1, size) for own, size in zip(updates.shape[::-1], shape[::-1], strict=False)
+    ):
+        raise ValueError(
+            f"scatter_add: updates of shape {updates.shape} do not broadcast to {shape}, rows of a "
+            "for each index"
+        )
 
     def added(operands: tuple[Array, Any, SegmentPlan]) -> Array:
         a, updates, plan = operands
-        rows = jnp.broadcast_to(updates, (*edges, *row)).astype(dtype).reshape(plan.size, *row)
+        rows = jnp.broadcast_to(updates, shape).astype(dtype).reshape(plan.size, *row)
         if 0 in edges:
             return a
         return combined("sum", a.astype(dtype), rows, plan).astype(a.dtype)

@@ -46,7 +46,7 @@ def policy(name: Policy) -> Iterator[None]:
     jax_tilekern.policy("xla") takes XLA's operation
     """
     if name not in get_args(Policy):
-        raise ValueError(f"policy is one of {', '.join(get_args(Policy))}, not {name!r}")
+        raise ValueError(f"policy: name is one of {', '.join(get_args(Policy))}, not {name!r}")
     with _policy(name):
         yield
 
