@@ -114,6 +114,11 @@ class Plan:
         return self.problem.m * self.problem.n * self.problem.out.itemsize
 
     @property
+    def operations(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.problem.m * self.problem.n * self.problem.k
+
+    @property
     def _step_bytes(self) -> int:
         lhs, rhs = self.problem.lhs.itemsize, self.problem.rhs.itemsize
         return self.depth * (self.rows * lhs + self.columns * rhs)

@@ -56,9 +56,9 @@ def plan(
     problem = _problem(a, b, precision, preferred_element_type)
     found = _plan(problem, memory_limit)
     operations, bytes_in, bytes_out = _rates(problem.lhs, problem.rhs, problem.sums, precision)
-    of_products = 2 * problem.m * problem.n * problem.k / operations / found.devices
     # The devices share the bus.
-    seconds = max(of_products, found.read_bytes / bytes_in, found.write_bytes / bytes_out)
+    of_bus = max(found.read_bytes / bytes_in, found.write_bytes / bytes_out)
+    seconds = max(found.operations / operations / found.devices, of_bus)
     return dataclasses.replace(found, seconds=seconds)
 
 
@@ -149,9 +149,8 @@ def matmul(
 
 def _print(x: Progress) -> None:
     end = "\n" if x.done == x.total else ""
-    print(
-        f"\r{x.done} of {x.total} blocks, {x.seconds:.0f} s", end=end, file=sys.stderr, flush=True
-    )
+    text = f"\r{x.done} of {x.total} blocks, {x.seconds:.0f} s"
+    print(text, end=end, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass
