@@ -5,8 +5,7 @@ adjacent, as ``quantize`` writes them (``rows adjacent``), scales of 1x128 block
 (``1x128``, as gradients of weights have), and the best kernels of either by their estimates, by
 their keys. ``bfloat16`` is our product of the same sizes and ``XLA`` is XLA's; ``XLA float8`` is
 XLA's product without scales. Products with epilogues, some of which quantise rows, have a side with
-another kernel for it, and one without. Grouped GEMMs and layers of experts are compared with ours
-in bfloat16.
+another kernel for it, and one without. Grouped GEMMs are compared with ours in bfloat16.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import numpy as np
 from jax import lax
 
 import jax_tilekern as jtk
-from benchmarks import moe
 from benchmarks.programs import KERNELS, Arrays, Program, ProgramCommand
 from jax_tilekern.epilogue.cuda_text import cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
@@ -66,15 +64,6 @@ _GROUPED = {
     ],
     "cpu": [(4, 256, 256, 384)],
 }  # fmt: skip
-_FEW = moe.SIZES["gpu"]["64 experts"]
-_EXPERTS = {
-    "gpu": {
-        "64 experts": _FEW,
-        "64 experts, 65536 tokens": _FEW._replace(tokens=65536),
-        "128 experts": moe.SIZES["gpu"]["128 experts"],
-    },
-    "cpu": {"8 experts": moe.SIZES["cpu"]["8 experts"]},
-}
 _CANDIDATES = 4
 _CHECKED = 64
 _NUMBERS = (((1,), (0,)), ((), ()))
@@ -253,29 +242,6 @@ def _grouped_products(backend: str) -> Iterator[Program]:
             peer="bfloat16",
             contexts={"ours": KERNELS},
         )
-
-
-def _experts(backend: str) -> Iterator[Program]:
-    layers: dict[str, Callable[..., Any]] = {
-        "ours": functools.partial(moe.layer, recipe=jtk.Fp8Recipe()),
-        "bfloat16": moe.layer,
-    }
-
-    def errors(_: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
-        """Compare the results, or the gradients by the tokens."""
-        first = {side: jax.tree.leaves(y)[:1] for side, y in results.items()}
-        return _layer_errors((), {**first, "XLA": first["bfloat16"]})
-
-    for name, sizes in _EXPERTS[backend].items():
-        operands = functools.partial(moe.operands, sizes)
-        for what, sides in (
-            ("forward", layers),
-            ("forward and backward", {side: moe.gradient(f) for side, f in layers.items()}),
-        ):
-            yield Program(
-                f"layer of {name}, {what}", operands, sides, errors, peer="bfloat16",
-                contexts={"ours": KERNELS},
-            )  # fmt: skip
 
 
 def _different(_: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
@@ -501,7 +467,6 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     yield from _layers(backend)
     yield from _fused_products(backend)
     yield from _grouped_products(backend)
-    yield from _experts(backend)
 
 
 COMMAND = ProgramCommand(

@@ -77,11 +77,9 @@ def _router_output(sizes: Sizes) -> tuple[Any]:
     return (_logits(sizes, jax.random.key(1)),)
 
 
-def layer(
-    x: Any, up: Any, gate: Any, down: Any, weights: Any, indices: Any, recipe: Any = None
-) -> Any:
+def layer(x: Any, up: Any, gate: Any, down: Any, weights: Any, indices: Any) -> Any:
     """Compute the layer by one call."""
-    return jtk.moe(x, up, down, weights, indices, w_gate=gate, recipe=recipe)
+    return jtk.moe(x, up, down, weights, indices, w_gate=gate)
 
 
 def _by_parts(

@@ -264,8 +264,7 @@ def _fp8(record: Record) -> Iterator[tuple[str, float]]:
         elif kind in ("grouped", "quantize"):
             yield f"8-bit, {kind}", row["ratio"]
         elif kind == "layer":
-            layer = "layers of experts" if rest.startswith("of") else "layers"
-            yield f"8-bit {layer}, {rest.rpartition(', ')[2]}", row["ratio"]
+            yield f"8-bit layers, {rest.rpartition(', ')[2]}", row["ratio"]
 
 
 _FEW_ROWS = 128

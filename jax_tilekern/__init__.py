@@ -27,7 +27,6 @@ from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.fp8_dot_general import fp8_dot_general
-from jax_tilekern.ops.fp8_recipe import Fp8Recipe
 from jax_tilekern.ops.lane_kernel import kernel
 from jax_tilekern.ops.linear import gated_linear, linear
 from jax_tilekern.ops.matmul import dot_general, matmul, symmetric_matmul
@@ -69,7 +68,6 @@ __all__ = [
     "CudaKernel",
     "Explanation",
     "FallbackError",
-    "Fp8Recipe",
     "Gpu",
     "KernelReport",
     "NoGpu",

@@ -13,7 +13,6 @@ from operations import OPERATIONS, ROWS, SHAPES, message
 import jax_tilekern as jtk
 
 KEPT_PLAN = jtk.segment_plan(np.arange(ROWS) % 4, 4)
-RECIPE = jtk.Fp8Recipe()
 
 
 def _scaling():
@@ -93,7 +92,6 @@ PROGRAMS = {
     ),
     "moe": (_moe, "xgse"),
     "moe, activation": (functools.partial(_moe, activation=jnp.tanh, save="inputs"), "xgse"),
-    "moe, recipe": (functools.partial(_moe, recipe=RECIPE), "xgse"),
     "muon": (_updated, "xw"),
     "quantize": (jtk.quantize, "x"),
     "ragged_dot_general": (

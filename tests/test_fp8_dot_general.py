@@ -1,4 +1,4 @@
-"""``fp8_dot_general``: the recipe's value and gradients, transformations, layers, and training."""
+"""``fp8_dot_general``: value and gradients, transformations, layers, and training."""
 
 import functools
 

@@ -384,8 +384,6 @@ def test_errors(rng):
         jtk.route(jnp.ones((3, 4), np.int32), 2)
     with pytest.raises(TypeError, match=r"group_offset of moe is an integer .* int32\[2\]"):
         ours(arrays, weights, indices, group_offset=np.zeros(2, np.int32))
-    with pytest.raises(TypeError, match=r"recipe is a jax_tilekern\.Fp8Recipe, not 'fp8'"):
-        ours(arrays, weights, indices, recipe="fp8")
     with pytest.raises(ValueError, match="score_function is 'relu'; it is 'softmax' or 'sigmoid'"):
         jtk.route(jnp.ones((3, 4)), 2, score_function="relu")
     with pytest.raises(TypeError, match=r"weights is None; it is an array \(tokens, k\)"):

@@ -352,11 +352,11 @@ def test_a_sharded_program_is_planned_under_the_settings_of_the_trace(no_setting
 BATCH = jnp.stack([jnp.eye(4)] * 64)
 
 
-def _experts(recipe=None):
+def _experts():
     def function(x):
         w, indices = jnp.ones((4, 128, 256)), jnp.arange(128)[:, None] % 4
         x, weights = jnp.tile(x, (2, 2)), jnp.ones((128, 1))
-        return jtk.moe(x, w, w.mT, weights, indices, activation=jnp.tanh, recipe=recipe)
+        return jtk.moe(x, w, w.mT, weights, indices, activation=jnp.tanh)
 
     # Elsewhere a layer that several devices may share is one equation.
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AUTO,), devices=jax.devices()[:1])
@@ -394,7 +394,6 @@ FUNCTIONS = {
     "pair": (lambda x: jtk.gated_linear(x, x, x), X),
     "moe": (_experts(), X),
     "fp8": (_fp8, X),
-    "moe in fp8": (_experts(jtk.Fp8Recipe()), X),
     "fused product": (jtk.fuse(lambda x: jnp.tanh(product(x))), X),
     "fused product of JAX": (jtk.fuse(lambda x: jnp.tanh(x @ x) @ x), X),
     "segments": (lambda x: jtk.segment_max(x, jnp.arange(64) % 4, 4), X),

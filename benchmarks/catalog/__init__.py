@@ -23,7 +23,7 @@ FAMILIES = (
 DESCRIPTIONS = {x.name: x for family in FAMILIES for x in family.DESCRIPTIONS}
 # Public names that compute nothing by themselves: modules, contexts, types and reports.
 NOT_OPERATIONS = {
-    "FFI_TARGETS", "CompileError", "CudaKernel", "Explanation", "FallbackError", "Fp8Recipe", "Gpu",
+    "FFI_TARGETS", "CompileError", "CudaKernel", "Explanation", "FallbackError", "Gpu",
     "KernelReport", "NoGpu", "Routing", "SegmentPlan", "TensorMap", "checkpoint_policies",
     "cost_analysis", "cxx_type", "explain", "export_checks", "gpu_target", "linalg", "out_of_core",
     "policy", "strict", "tune", "tuning", "linalg.SlogdetResult", "out_of_core.Plan",

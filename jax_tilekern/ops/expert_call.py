@@ -24,11 +24,8 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.expert_activation import Activation
 from jax_tilekern.ops.expert_layer import DIMS, expert_layer
-from jax_tilekern.ops.fp8_recipe import Fp8Recipe
-from jax_tilekern.partitioning import params_text
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import Dims, ShardingRule, sizes_of
-from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.operation import (
     Operation,
     Params,
@@ -43,13 +40,6 @@ TOKENS, EXPERTS, HIDDEN, FEATURES = range(4)
 _LABELS = {"tokens": TOKENS, "experts": EXPERTS, "hidden": HIDDEN}
 _RESULT: Dims = (TOKENS, FEATURES)
 Names = tuple[str, ...]
-
-
-params_text.register(
-    Fp8Recipe,
-    lambda recipe: (recipe.gradient_dtype, recipe.power_of_two),
-    lambda data: Fp8Recipe(*data),
-)
 
 
 def is_one_call(arrays: Mapping[str, Array]) -> bool:
@@ -82,7 +72,6 @@ def one_call(
     activation: Activation,
     precision: Any,
     out_dtype: np.dtype[Any],
-    recipe: Fp8Recipe | None,
     save: str,
 ) -> Array:
     """Compute a layer, whose arguments are those of :func:`jax_tilekern.moe`."""
@@ -95,7 +84,6 @@ def one_call(
         activation=activation,
         precision=compat.canonicalize_precision(precision),
         out_dtype=out_dtype,
-        recipe=recipe,
         save=save,
         differentiated=False,
     )
@@ -210,60 +198,41 @@ def _rule(
     primals: Sequence[Any],
     results: Sequence[Dims],
     names: Names,
-    recipe: Fp8Recipe | None,
     passes: int,
 ) -> ShardingRule:
-    """Return the rule of a call that computes each product of the layer so many times.
-
-    Devices have whole blocks of what a recipe quantises.
-    """
+    """Return the rule of a call that computes each product of the layer so many times."""
     operands = [*further, *((_dims(name), x) for name, x in zip(names, primals, strict=False))]
     sizes = sizes_of(*((dims, x.shape) for dims, x in operands))
-    quantised = {HIDDEN, FEATURES} if recipe is not None else set()
-    blocked = {x for x in quantised if sizes[x] > BLOCK and sizes[x] % BLOCK == 0}
-    whole = quantised - blocked
-    sizes = {
-        label: size // BLOCK if label in blocked else size
-        for label, size in sizes.items()
-        if label not in whole
-    }
-
-    def kept(dims: Dims) -> Dims:
-        return tuple(None if label in whole else label for label in dims)
-
     shapes = {name: x.shape for name, x in zip(names, primals, strict=False)}
     matrices = [math.prod(x[1:]) for name, x in shapes.items() if name.startswith("w_")]
     return ShardingRule(
-        (*(kept(dims) for dims, _ in operands), (), ()),
-        tuple(map(kept, results)),
+        (*(dims for dims, _ in operands), (), ()),
+        tuple(results),
         sizes,
         flops=2 * math.prod(shapes["indices"]) * sum(matrices) * passes,
         zero_padding=False,
         names={TOKENS: "tokens", EXPERTS: "experts", HIDDEN: "hidden", FEATURES: "features"},
         each_result_is_a_sum=True,
-        blocked=frozenset(blocked),
         # The gradients of the matrices may be larger than the tokens.
         gatherable=frozenset(() if [*results] == [_RESULT] else (TOKENS,)),
     )
 
 
-def _sharding_rule(*operands: Any, names: Names, recipe: Any, **_: Any) -> ShardingRule:
-    return _rule((), operands, [_RESULT], names, recipe, 1)
+def _sharding_rule(*operands: Any, names: Names, **_: Any) -> ShardingRule:
+    return _rule((), operands, [_RESULT], names, 1)
 
 
-def _rule_of_tangent(
-    *operands: Any, names: Names, moving: Names, recipe: Any, **_: Any
-) -> ShardingRule:
+def _rule_of_tangent(*operands: Any, names: Names, moving: Names, **_: Any) -> ShardingRule:
     tangents, primals = operands[: len(moving)], operands[len(moving) :]
     further = [(_dims(name), x) for name, x in zip(moving, tangents, strict=True)]
-    return _rule(further, primals, [_RESULT], names, recipe, 3)
+    return _rule(further, primals, [_RESULT], names, 3)
 
 
 def _rule_of_cotangents(
-    cotangent: Any, *primals: Any, names: Names, moving: Names, recipe: Any, **_: Any
+    cotangent: Any, *primals: Any, names: Names, moving: Names, **_: Any
 ) -> ShardingRule:
     results = [_dims(name) for name in moving]
-    return _rule([(_RESULT, cotangent)], primals, results, names, recipe, 3)
+    return _rule([(_RESULT, cotangent)], primals, results, names, 3)
 
 
 def _localised(shard: Shard, *operands: Array, **_: Any) -> list[Array]:
@@ -284,24 +253,17 @@ def _cover(*_: Any, **__: Any) -> None:
     """Cover every call."""
 
 
-def _cover_tangent(*_: Any, recipe: Fp8Recipe | None, **__: Any) -> None:
-    """Raise an error about a tangent that is computed and not transposed."""
-    if recipe is not None:
-        raise TypeError("moe with a recipe has no jvp: take jax.grad or jax.vjp")
-
-
 def _define(
     name: str,
     reference: Callable[..., Any],
     sharding_rule: Callable[..., ShardingRule],
     describe: str,
-    refusal: Callable[..., None] = _cover,
     **rules: Any,
 ) -> Callable[..., Any]:
     def plan(_: Any, __: Any, **params: Any) -> Rewrite:
         return Rewrite("its products have kernels", functools.partial(reference, **params))
 
-    planner = Planner(refusal, plan)
+    planner = Planner(_cover, plan)
     return define(
         Operation(
             name=name,
@@ -325,7 +287,6 @@ _bind = _define(
 )  # fmt: skip
 _tangent = _define(
     "tilekern_experts_tangent", _reference_of_tangent, _rule_of_tangent, "moe, tangent",
-    refusal=_cover_tangent,
     transposes=_transposes_of_tangent,
     refuse_tangent=lambda *_, **__: None,
     like_results=_like_result,

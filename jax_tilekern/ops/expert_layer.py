@@ -25,8 +25,6 @@ from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.expert_activation import closed_over
 from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
-from jax_tilekern.ops.fp8_experts import Fp8Products, Sorted
-from jax_tilekern.ops.fp8_recipe import Fp8Recipe
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue, labelled_operands
 from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.ops.pair_contraction import contract_pair
@@ -83,7 +81,6 @@ def _layer(
     activation: Callable[..., Any],
     precision: Any,
     out_dtype: np.dtype[Any],
-    recipe: Fp8Recipe | None,
     differentiated: bool = False,
 ) -> Array:
     """Compute the layer.
@@ -101,16 +98,11 @@ def _layer(
     chosen = arrays["weights"].astype(dtype).reshape(-1, 1)
     (weights,) = spread_rows(chosen, by_expert.places.reshape(-1, 1), by_expert.pairs)
     precision = compat.canonicalize_precision(precision)
-    products: _Products | Fp8Products
-    if recipe is None:
-        products = _Products(by_expert.bounds, precision)
-        # A copy for each product: their cotangents are added as they are summed to tokens.
-        copies = len(_first_products(arrays))
-        rows = spread_rows(x, by_expert.places, by_expert.tokens, copies)
-        hidden = _hidden(activation, products, rows, weights, arrays, differentiated)
-    else:
-        products = Fp8Products(by_expert, precision, recipe, _saved)
-        hidden = _fp8_hidden(activation, products, x, weights, arrays)
+    products = _Products(by_expert.bounds, precision)
+    # A copy for each product: their cotangents are added as they are summed to tokens.
+    copies = len(_first_products(arrays))
+    rows = spread_rows(x, by_expert.places, by_expert.tokens, copies)
+    hidden = _hidden(activation, products, rows, weights, arrays, differentiated)
     w_down, bias = arrays["w_down"], arrays.get("b_down")
     if bias is None:
         results = products.plain(hidden, w_down, out_dtype)
@@ -124,6 +116,29 @@ def _layer(
             (bias,),
         )
     return combine_rows(results, places=by_expert.places, tokens=by_expert.tokens)
+
+
+class Sorted(NamedTuple):
+    """Pairs of a token and an expert, sorted by expert.
+
+    Attributes
+    ----------
+    bounds
+        Where the pairs of each expert begin, and where those of the last one end.
+    pairs
+        The number of each pair, ``token * k + choice``.
+    places
+        The row of each token's pairs.
+    """
+
+    bounds: Array
+    pairs: Array
+    places: Array
+
+    @property
+    def tokens(self) -> Array:
+        """The token of each pair."""
+        return self.pairs // self.places.shape[1]
 
 
 class _Products(NamedTuple):
@@ -225,24 +240,6 @@ def _of_elements(function: Callable[..., Any], x: Any, *scalars: Any) -> Any:
     for _ in range(jnp.ndim(x)):
         function = jax.vmap(function, in_axes=(0, *(None for _ in scalars)))
     return compat.staged(function)(x, *scalars)
-
-
-def _fp8_hidden(
-    activation: Callable[..., Any],
-    products: Fp8Products,
-    x: Array,
-    weights: Array,
-    arrays: dict[str, Array],
-) -> Array:
-    """Return the hidden values of each pair, times its weight, of products in 8-bit floats."""
-    dtype, names = np.dtype(jnp.result_type(x, arrays["w_up"])), _first_products(arrays)
-    values = products.of_tokens(x, [arrays[f"w_{name}"] for name in names], dtype)
-    values = [
-        products.applied(jnp.add, y, (), (arrays[f"b_{name}"],)) if f"b_{name}" in arrays else y
-        for name, y in zip(names, map(_saved, values), strict=True)
-    ]
-    result: Array = _value(activation, dtype, closed_over(arrays), weights, *values)
-    return result
 
 
 def _hidden(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
@@ -19,14 +20,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.custom_rules import custom_vjp
 from jax_tilekern.interop.originals import jnp, lax
-from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable, differentiated_once
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.quantize import Block, quantize
 from jax_tilekern.ops.scaled_matmul import scaled_matmul
 from jax_tilekern.ops.scaled_operands import check_result
 from jax_tilekern.ops.segments.explicit import by_automatic_axes
 from jax_tilekern.plans.contraction import DimensionNumbers, explicit_dimension_numbers
-from jax_tilekern.plans.quantize import BLOCK, QUANTIZED_DTYPES
+from jax_tilekern.plans.quantize import BLOCK, QUANTIZED_DTYPES, flag, fp8_type
 
 _ROWS: Block = (1, BLOCK)
 _SQUARE: Block = (BLOCK, BLOCK)
@@ -58,7 +58,7 @@ def fp8_dot_general(
     ``lhs``, the activations, in blocks of 1x128, and ``rhs``, the weights, in blocks of 128x128.
     The products are those of :func:`scaled_matmul`.
 
-    The gradient is the recipe's: that of the product without quantisation ("straight-through"),
+    The gradient is that of the product without quantisation ("straight-through"),
     where the cotangent is quantised in blocks of 1x128 as well. Each of the two products of the
     backward pass has operands that are quantised along its own contracted dimension, so the
     gradient of the weights has blocks of 128 tokens. There is no second derivative.
@@ -70,7 +70,7 @@ def fp8_dot_general(
     dimension_numbers
         Contracted and batch dimensions, as in :func:`jax.lax.dot_general`.
     precision
-        Ignored: the types are the recipe's.
+        Ignored: the types are those of the quantised operands.
     preferred_element_type
         Type of the result; by default the operands' promoted type.
     out_sharding
@@ -101,8 +101,13 @@ def fp8_dot_general(
     """
     del precision
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    check_quantizable("fp8_dot_general", lhs=lhs, rhs=rhs)
-    recipe = Fp8Recipe(gradient_dtype, power_of_two)
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        if x.dtype not in QUANTIZED_DTYPES:
+            raise TypeError(
+                f"fp8_dot_general takes bfloat16, float16 or float32, and {name} is {x.dtype}"
+            )
+    gradient_dtype = fp8_type("fp8_dot_general: gradient_dtype is", gradient_dtype)
+    power_of_two = flag("power_of_two", power_of_two)
     if preferred_element_type is not None:
         check_result("fp8_dot_general", preferred_element_type)
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
@@ -126,7 +131,8 @@ def fp8_dot_general(
         right, rhs_first = _as_matrices(operands[1], rhs_batch, of_rhs)
         # The types of cotangents are those of operands, so each varies as the product does.
         left, right = compat.unify_varying(left, right)
-        product: Array = _product(left, right, _Call(lhs_first, rhs_first, result.dtype, recipe))
+        call = _Call(lhs_first, rhs_first, result.dtype, gradient_dtype, power_of_two)
+        product: Array = _product(left, right, call)
         return product.reshape(result.shape)
 
     out: Array = by_automatic_axes(
@@ -145,14 +151,17 @@ class _Call(NamedTuple):
         last.
     out
         Type of the product.
-    recipe
-        How it is quantised.
+    gradient_dtype
+        Type of quantised cotangents.
+    power_of_two
+        Whether scales are powers of two.
     """
 
     lhs_first: bool
     rhs_first: bool
     out: np.dtype[Any]
-    recipe: Fp8Recipe
+    gradient_dtype: np.dtype[Any]
+    power_of_two: bool
 
 
 def _as_matrices(x: Array, batch: Sequence[int], contracted: Sequence[int]) -> tuple[Array, bool]:
@@ -185,9 +194,23 @@ def _multiplied(lhs: tuple[Array, Array], rhs: tuple[Array, Array], dtype: Any) 
     return result
 
 
+@jax.custom_jvp
+def _differentiated_once(*arrays: Array) -> tuple[Array, ...]:
+    """Return arrays whose tangents are an error."""
+    return arrays
+
+
+@_differentiated_once.defjvp
+def _refuse(*_: Any) -> Any:
+    raise TypeError(
+        "products in 8-bit floats have no second derivative: quantisation has none, and the "
+        "gradient of fp8_dot_general is not that of the function"
+    )
+
+
 @functools.partial(custom_vjp, nondiff_argnums=(2,))
 def _product(lhs: Array, rhs: Array, call: _Call) -> Array:
-    power_of_two = call.recipe.power_of_two
+    power_of_two = call.power_of_two
 
     def along_contracted(x: Array, first: bool, block: Block) -> tuple[Array, Array]:
         if first:
@@ -201,8 +224,8 @@ def _product(lhs: Array, rhs: Array, call: _Call) -> Array:
 
 
 def _forward(lhs: Array, rhs: Array, call: _Call) -> tuple[Array, Any]:
-    lhs, rhs = differentiated_once(lhs, rhs)
-    e4m3, power_of_two = jnp.float8_e4m3fn, call.recipe.power_of_two
+    lhs, rhs = _differentiated_once(lhs, rhs)
+    e4m3, power_of_two = jnp.float8_e4m3fn, call.power_of_two
     left = _copies(lhs, call.lhs_first, _ROWS, e4m3, power_of_two)
     right = _copies(rhs, call.rhs_first, _SQUARE, e4m3, power_of_two)
     out = _multiplied(left.contracted, right.contracted, call.out)
@@ -213,12 +236,11 @@ def _forward(lhs: Array, rhs: Array, call: _Call) -> tuple[Array, Any]:
 
 def _backward(call: _Call, residuals: Any, cotangent: Array) -> tuple[Array, Array]:
     left, right, (of_lhs, of_rhs) = residuals
-    (cotangent,) = differentiated_once(cotangent)
+    (cotangent,) = _differentiated_once(cotangent)
     if cotangent.dtype not in QUANTIZED_DTYPES:
         cotangent = cotangent.astype(np.float32)
-    recipe = call.recipe
     along_n, along_m = quantize(
-        cotangent, _ROWS, recipe.gradient_dtype, power_of_two=recipe.power_of_two, both=True
+        cotangent, _ROWS, call.gradient_dtype, power_of_two=call.power_of_two, both=True
     )
     # A and B are swapped where the operand lies transposed.
     of_left = (right, along_n) if call.lhs_first else (along_n, right)

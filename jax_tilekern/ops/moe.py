@@ -18,7 +18,6 @@ from jax_tilekern.ops.expert_activation import named, traced_activation
 from jax_tilekern.ops.expert_call import is_one_call, one_call
 from jax_tilekern.ops.expert_layer import DIMS, expert_layer
 from jax_tilekern.ops.expert_sharding import on_devices
-from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable
 from jax_tilekern.ops.groups import checked_offset
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
@@ -184,7 +183,6 @@ def moe(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     save: Literal["hidden", "inputs"] = "hidden",
-    recipe: Fp8Recipe | None = None,
 ) -> Array:
     """Compute a mixture-of-experts layer.
 
@@ -216,18 +214,11 @@ def moe(
         experts computes their part of the sum.
     precision, preferred_element_type
         As in :func:`ragged_dot`; the result has ``preferred_element_type``, by default that of
-        ``x`` and the matrices after promotion. With a recipe the precision is that of the gradients
-        of the matrices.
+        ``x`` and the matrices after promotion.
     save
         What the backward pass has beside the operands: ``"hidden"``, the results of the first
         products; ``"inputs"``, nothing, so that it computes these again. That is also done in a
         ``scan`` over automatic axes in a process with several devices.
-    recipe
-        Compute the products of tokens and of hidden values with the matrices, and their gradients
-        by both, in 8-bit floats, as :func:`fp8_dot_general` computes products. The gradients of the
-        matrices are products of operands as they are, because blocks of 128 rows would have rows
-        of several experts. There is no second derivative, and no ``jvp``. With
-        ``save="hidden"`` the backward pass has the quantised matrices, too.
 
     Returns
     -------
@@ -238,9 +229,8 @@ def moe(
     ------
     TypeError
         If the indices are no integers, the weights or the biases have a type of another kind than
-        the first products, such as floats for integers, a type is an 8-bit float, the activation is
-        not a function of one scalar, the recipe does not quantise a type, or a second derivative is
-        taken with a recipe.
+        the first products, such as floats for integers, a type is an 8-bit float, or the
+        activation is not a function of one scalar.
     ValueError
         If shapes do not fit.
 
@@ -277,11 +267,6 @@ def moe(
         raise TypeError(f"moe: indices are integers, not {arrays['indices'].dtype}")
     if "b_gate" in arrays and "w_gate" not in arrays:
         raise ValueError("moe: b_gate without w_gate")
-    if recipe is not None:
-        if not isinstance(recipe, Fp8Recipe):
-            raise TypeError(f"moe: recipe is a jax_tilekern.Fp8Recipe, not {recipe!r}")
-        factors = {name: arrays[name] for name in _FACTORS if name in arrays}
-        check_quantizable("moe with a recipe", **factors)
     _check_types(arrays)
     out_dtype = np.dtype(
         jnp.result_type(*(arrays[name] for name in _FACTORS if name in arrays))
@@ -301,12 +286,11 @@ def moe(
         as_one_call=is_one_call(arrays),
         out_dtype=out_dtype,
         precision=compat.canonicalize_precision(precision),
-        recipe=recipe,
         save=save,
     )
 
 
-@jitted("as_one_call", "out_dtype", "precision", "recipe", "save", functions=["activation"])
+@jitted("as_one_call", "out_dtype", "precision", "save", functions=["activation"])
 def _experts(
     arrays: dict[str, Array],
     offset: Array | None,
@@ -315,7 +299,6 @@ def _experts(
     as_one_call: bool,
     out_dtype: np.dtype[Any],
     precision: Any,
-    recipe: Fp8Recipe | None,
     save: str,
 ) -> Array:
     """Compute a layer of checked operands, as one call if the activation is plain data."""
@@ -325,7 +308,7 @@ def _experts(
     traced, read = traced_activation(activation, (dtype, wide))
     arrays = arrays | named(read)
     as_given = with_modes_of_now(activation)
-    params: dict[str, Any] = {"precision": precision, "recipe": recipe, "save": save}
+    params: dict[str, Any] = {"precision": precision, "save": save}
     with by_types(arrays, offset, out_dtype):
         if offset is not None:
             # A device adds the place of its experts, which a narrow type does not hold.
@@ -356,8 +339,8 @@ def _check_types(arrays: dict[str, Array]) -> None:
         (rank[name],) = found
         if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating) and name != "weights":
             raise TypeError(
-                f"moe: {name} is {dtype}: cast it to bfloat16 or wider; with "
-                "recipe=jax_tilekern.Fp8Recipe() the products are computed in 8-bit floats"
+                f"moe: {name} is {dtype}: cast it to bfloat16 or wider; "
+                "jax_tilekern.scaled_ragged_dot multiplies 8-bit floats with scales"
             )
     # Weights and biases are computed with in the type of the first products.
     first = [name for name in ("x", "w_up", "w_gate") if name in arrays]
