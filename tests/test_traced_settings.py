@@ -35,7 +35,7 @@ class _LeftToXla(TunedChoices):
         return "left to XLA"
 
     def find(self, what, gpu):
-        return TunedChoice(XLA, XLA, {XLA: 1.0}, method="", digest="", versions="", date="")
+        return TunedChoice(XLA, XLA, {XLA: 1.0}, method="", digest="")
 
 
 LEFT_TO_XLA = _LeftToXla()
