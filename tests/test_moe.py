@@ -273,7 +273,7 @@ def test_modes_do_not_change_the_layer(rng, biases):
 def test_lists_and_types_by_name(rng):
     """JAX has no 64-bit types by default."""
     arrays, (weights, indices) = _operands(rng)
-    with pytest.raises(TypeError, match="moe requires ndarray or scalar arguments, got .*list"):
+    with pytest.raises(TypeError, match=r"moe requires ndarray or scalar arguments, got .*list"):
         ours(arrays, weights.tolist(), indices)
     with pytest.warns(UserWarning, match="float64 requested in moe is not available"):
         result = ours(arrays, weights, indices, preferred_element_type="float64")
