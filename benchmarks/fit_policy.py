@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     times = read_times(arguments.records)
     if arguments.times is not None:
         write_times(arguments.times, times)
-    gpus = (x for x in KNOWN_GPUS.values() if x.name == arguments.device)
+    gpus = (x for x in KNOWN_GPUS if x.name == arguments.device)
     calls = measured_calls(times, next(gpus, Cpu("")))
     if not calls:
         raise BenchmarkError("the records have no calls with times")

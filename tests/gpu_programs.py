@@ -35,7 +35,14 @@ gpu_device_info {{
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 """
-_THREADS_PER_CORE = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+_THREADS_PER_CORE = {
+    (7, 5): 1024,
+    (8, 6): 1536,
+    (8, 9): 1536,
+    (11, 0): 1536,
+    (12, 0): 1536,
+    (12, 1): 1536,
+}
 
 
 @functools.cache

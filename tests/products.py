@@ -18,7 +18,7 @@ E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 INT8, INT32 = np.dtype(np.int8), np.dtype(np.int32)
 
-MODERN = [gpu for gpu in KNOWN_GPUS.values() if gpu.compute_capability >= (8, 0)]
+MODERN = [gpu for gpu in KNOWN_GPUS if gpu.compute_capability >= (8, 0)]
 H100 = known_gpu("sm_90")
 
 # Types that lead to each arithmetic.

@@ -61,7 +61,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
 def test_compiles(arch: str) -> None:
     compiled = compile_source(SCALE, ["scale<64>", "scale<32>"], arch=arch)
     assert compiled.arch == arch

@@ -15,7 +15,7 @@ from jax_tilekern.plans.reduction.select import sum_candidates
 
 require_nvrtc()
 
-ARCHS = ("sm_80", "sm_90a", "sm_120")
+ARCHS = ("sm_80", "sm_90a", "sm_120a")
 SUMS = [(F32, F32), (BF16, BF16), (INT8, INT32)]
 INT64 = np.dtype(np.int64)
 UINT8, UINT64 = np.dtype(np.uint8), np.dtype(np.uint64)

@@ -135,7 +135,7 @@ def test_commands_of_pages_are_those_of_the_programs(monkeypatch):
 
 GUIDE = PAGES["docs/cuda-kernel.md"]
 HEADERS = re.findall(r"^\| `<(tilekern/\w+\.cuh)>` \|.*\| (\w+) \|$", GUIDE, re.MULTILINE)
-ARCHS = ("sm_80", "sm_90a", "sm_120")
+ARCHS = ("sm_80", "sm_90a", "sm_120a")
 
 
 @needs_nvrtc

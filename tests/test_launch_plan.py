@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 from jax_tilekern.compilation.compiler import Entry
 from jax_tilekern.interop import ffi
 from jax_tilekern.plans import gpu as gpu_module
-from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu, gpu_target, known_gpu
+from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu, gpu_target, known_gpu
 from jax_tilekern.plans.launch import (
     Buffer,
     Launch,
@@ -181,19 +181,36 @@ def test_buffer_rejects(fields: tuple[int, int, tuple[int, ...]]) -> None:
 
 
 def test_arch_names() -> None:
-    assert Gpu((12, 1), 48, 99 << 10, 24 << 20, "GB10").arch == "sm_121"
+    assert Gpu((8, 7), 16, 163 << 10, 4 << 20, "Orin").arch == "sm_87"
     assert known_gpu("sm_90") is known_gpu("sm_90a")
     for name, arch in (
         ("h100", "sm_90a"),
         ("A100", "sm_80"),
         ("RTX 4090", "sm_89"),
         ("t4", "sm_75"),
+        ("H200", "sm_90a"),
+        ("B300", "sm_103a"),
+        ("Thor", "sm_110a"),
+        ("RTX 5090", "sm_120a"),
+        ("GB10", "sm_121a"),
     ):
         assert known_gpu(name).arch == arch
+    assert known_gpu("H200").name == "NVIDIA H200"
+    for gpu in KNOWN_GPUS:
+        assert known_gpu(gpu.name) is gpu
     for name in ("sm_42", "", "NVIDIA"):
         message = rf"no GPU is known for '{name}'; known are sm_75 \(Tesla T4\)"
         with pytest.raises(ValueError, match=message):
             known_gpu(name)
+
+
+def test_target_is_a_gpu_or_a_name() -> None:
+    for wrong in (3, None, ["H100"]):
+        with (
+            pytest.raises(TypeError, match=r"takes a jax_tilekern\.Gpu, or a name .* not "),
+            gpu_target(wrong),  # type: ignore[arg-type]
+        ):
+            pass
 
 
 def test_target_nests_and_ends() -> None:

@@ -168,3 +168,24 @@ def test_modes_reach_calls_that_xla_partitions(rng):
     assert_close(compiled(x, w), np.asarray(x) @ w)
     with jtk.strict(), pytest.raises(Exception, match="forbids: no kernel for int16"):
         jax.jit(jtk.matmul).lower(x.astype(np.int16), w.astype(np.int16)).compile()
+
+
+def test_a_program_for_gpus_without_a_gpu_is_a_warning(monkeypatch):
+    monkeypatch.setattr("jax_tilekern.plans.gpu._visible_gpu", lambda: "no NVIDIA driver")
+    message = r'a program for GPUs to XLA: no NVIDIA driver; .* jax_tilekern\.gpu_target\("H100"\)'
+    with pytest.warns(RuntimeWarning, match=message):
+        assert "jax_tilekern" not in lowered(
+            jtk.matmul, X, X.update(shape=(40, 8)), platform="cuda"
+        )
+    with pytest.warns(RuntimeWarning, match=message):
+        jax.export.export(jax.jit(lambda x: jtk.sum(x)), platforms=["cuda"])(X)
+    # Where a warning would say nothing new, or nothing true.
+    jtk.explain(jtk.sum, X, platform="cuda")
+    lowered(jtk.matmul, INT16, INT16, platform="cuda")
+    lowered(jtk.sum, X)
+    with jtk.policy("xla"):
+        lowered(jtk.sum, X, platform="cuda")
+    with jtk.strict(), pytest.raises(jtk.FallbackError, match="no NVIDIA driver"):
+        lowered(jtk.sum, X, platform="cuda")
+    with gpu_target("T4"):
+        lowered(jtk.sum, X, platform="cuda")

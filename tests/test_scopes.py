@@ -9,10 +9,10 @@ import pytest
 import jax_tilekern as jtk
 from jax_tilekern.interop import outcomes
 from jax_tilekern.interop.global_modes import _intercepting
-from jax_tilekern.plans.gpu import KNOWN_GPUS, _target
+from jax_tilekern.plans.gpu import _target, known_gpu
 from jax_tilekern.plans.policy import current_policy
 
-H100 = KNOWN_GPUS["sm_90a"]
+H100 = known_gpu("sm_90")
 X = jnp.ones((4, 4))
 
 

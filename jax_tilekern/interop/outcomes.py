@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jax_tilekern.plans.gpu import why_no_gpu
 from jax_tilekern.plans.launch import NOT_PREDICTED, PredictedUs
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.scope import Setting, scoped
@@ -81,7 +82,8 @@ def entered(mode: Mode) -> contextlib.AbstractContextManager[None]:
 def note_fallback(call: str, reason: str, platform: str | None = None) -> None:
     """Report that XLA's own operation computes a call, which :func:`strict` forbids.
 
-    Without a platform it does so on every one.
+    Without a platform it does so on every one. A program for GPUs that has no kernel because there
+    is no GPU to plan for is worth a warning, unless :func:`explain` shows the reason.
 
     Raises
     ------
@@ -93,6 +95,14 @@ def note_fallback(call: str, reason: str, platform: str | None = None) -> None:
     if _mode.value == "STRICT" and current_policy() != "xla":
         raise FallbackError(
             f"{call} falls back to XLA{where}, which jax_tilekern.strict() forbids: {reason}"
+        )
+    missing = why_no_gpu() if platform == "cuda" else None
+    if missing is not None and missing in reason and _active() is None:
+        # With one text and one place in the code, Python shows it once.
+        warnings.warn(
+            f"jax_tilekern leaves a program for GPUs to XLA: {missing}",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
 

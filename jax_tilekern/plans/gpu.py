@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from jax_tilekern.scope import Setting, scoped
 
-# Architectures whose MMA instructions exist only in the architecture-specific instruction set
-# (wgmma and setmaxnreg on 9.0, tcgen05 on 10.x). A cubin for the plain name runs on more GPUs.
-_ARCH_SPECIFIC = {(9, 0), (10, 0), (10, 3), (11, 0)}
+# Architectures some of whose MMA instructions exist only in the architecture-specific instruction
+# set (wgmma and setmaxnreg on 9.0, tcgen05 on 10.x and 11.0, block scales on 12.x). A cubin for the
+# plain name runs on more GPUs.
+_ARCH_SPECIFIC = {(9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)}
 # On every architecture: threads of a warp, registers of an SM, bytes of shared memory of each CTA
 # that the system has, and bytes of the widest access of a thread.
 WARP = 32
@@ -169,33 +170,39 @@ class Gpu:
 # Minimum of the package's kernels. A kernel of the user's may run on an older GPU.
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
-# One well-known model of each architecture, for planning where that GPU is not at hand. All of them
-# have the rates of the H100, the only one that was measured. Rates from the others' data sheets
-# (memory bandwidth and clock) would change 3 to 9 % of the choices, and nobody has measured whether
-# for the better.
+# Well-known models, for planning where that GPU is not at hand. All of them have the rates of the
+# H100, the only one that was measured. Rates from the others' data sheets (memory bandwidth and
+# clock) would change 3 to 9 % of the choices, and nobody has measured whether for the better.
+# Shared memory is that of the CUDA Programming Guide; SMs and L2 caches are those that the driver
+# shows.
 _A100 = Gpu((8, 0), 108, 163 << 10, 40 << 20, "NVIDIA A100-SXM4-40GB")
 _A10 = Gpu((8, 6), 72, 99 << 10, 6 << 20, "NVIDIA A10")
 _RTX_4090 = Gpu((8, 9), 128, 99 << 10, 72 << 20, "NVIDIA GeForce RTX 4090")
 _H100 = Gpu((9, 0), 132, 227 << 10, 50 << 20, "NVIDIA H100 80GB HBM3")
+_H200 = Gpu((9, 0), 132, 227 << 10, 50 << 20, "NVIDIA H200")
 _B200 = Gpu((10, 0), 148, 227 << 10, 126 << 20, "NVIDIA B200")
+_B300 = Gpu((10, 3), 148, 227 << 10, 126 << 20, "NVIDIA B300")
+_THOR = Gpu((11, 0), 20, 227 << 10, 32 << 20, "NVIDIA Thor")
 _RTX_5090 = Gpu((12, 0), 170, 99 << 10, 96 << 20, "NVIDIA GeForce RTX 5090")
+_GB10 = Gpu((12, 1), 48, 99 << 10, 24 << 20, "NVIDIA GB10")
 _T4 = Gpu((7, 5), 40, 64 << 10, 4 << 20, "Tesla T4")
 
-KNOWN_GPUS: dict[str, Gpu] = {
-    gpu.arch: gpu for gpu in (_T4, _A100, _A10, _RTX_4090, _H100, _B200, _RTX_5090)
-}
+# The name of an architecture stands for its first model.
+KNOWN_GPUS = (
+    _T4, _A100, _A10, _RTX_4090, _H100, _H200, _B200, _B300, _THOR, _RTX_5090, _GB10,
+)  # fmt: skip
 
 _target: Setting[Gpu | None] = Setting("GPU", None)
 
 
 def known_gpu(name: str) -> Gpu:
-    """Return the well-known model of an architecture or of a name.
+    """Return a well-known model by its architecture or its name.
 
     Parameters
     ----------
     name
         ``"sm_80"``, ``"sm_90"`` or ``"sm_90a"``, ..., where the suffix may be left out; or the
-        model, such as ``"H100"`` or ``"RTX 4090"``.
+        model, such as ``"H200"`` or ``"RTX 4090"``. ``"sm_90"`` is the H100.
 
     Raises
     ------
@@ -203,11 +210,12 @@ def known_gpu(name: str) -> Gpu:
         If no such model is known; pass a :class:`Gpu` instead.
     """
     words = re.findall(r"\w+", name.lower())
-    for arch, gpu in KNOWN_GPUS.items():
+    for gpu in KNOWN_GPUS:
         model = re.findall(r"\w+", gpu.name.lower())
-        if words in ([arch], [arch.removesuffix("a")]) or (words and set(words) <= {*model[1:]}):
+        names = [gpu.arch], [gpu.arch.removesuffix("a")], model
+        if words in names or (words and set(words) <= {*model[1:]}):
             return gpu
-    known = ", ".join(f"{arch} ({gpu.name})" for arch, gpu in KNOWN_GPUS.items())
+    known = ", ".join(f"{gpu.arch} ({gpu.name})" for gpu in KNOWN_GPUS)
     raise ValueError(f"no GPU is known for {name!r}; known are {known}")
 
 
@@ -272,10 +280,20 @@ def current_gpu() -> Gpu:
     NoGpu
         If the driver shows none, or shows several models of which no one plan can serve all.
     """
+    why = why_no_gpu()
+    if why is not None:
+        raise NoGpu(why)
     found = _target.value or _visible_gpu()
-    if isinstance(found, str):
-        raise NoGpu(f'{found}; name the GPU to plan for, as in jax_tilekern.gpu_target("H100")')
+    assert isinstance(found, Gpu)
     return found
+
+
+def why_no_gpu() -> str | None:
+    """Return why :func:`current_gpu` raises :class:`NoGpu`, or ``None`` if it does not."""
+    found = _target.value or _visible_gpu()
+    if isinstance(found, Gpu):
+        return None
+    return f'{found}; name the GPU to plan for, as in jax_tilekern.gpu_target("H100")'
 
 
 @functools.cache
