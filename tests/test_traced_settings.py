@@ -18,7 +18,7 @@ from sharded import AUTO, devices
 
 import jax_tilekern as jtk
 from jax_tilekern import scope, tuning
-from jax_tilekern.plans.gpu import gpu_target
+from jax_tilekern.plans.gpu import gpu_target, known_gpu
 from jax_tilekern.plans.tuned import XLA, TunedChoice, TunedChoices
 
 X = jnp.ones((64, 64))
@@ -300,6 +300,21 @@ def test_settings_of_an_evaluated_jaxpr(no_settings):
     with jtk.policy("kernels"):
         (eqn,) = jax.make_jaxpr(jaxpr_as_fun(closed))(X).eqns
     assert eqn.params["contexts"] == (("policy", "kernels"),)
+
+
+def test_a_file_of_choices_has_one_key(tmp_path):
+    file, traces = tmp_path / "choices.json", []
+    tuning.export(file, known_gpu("H100"))
+
+    @jax.jit
+    def function(x):
+        traces.append(x)
+        return product(x)
+
+    for _ in range(3):
+        with tuning.using(file):
+            function(X)
+    assert len(traces) == 1
 
 
 def test_threads():

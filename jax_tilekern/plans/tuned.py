@@ -203,10 +203,17 @@ def using(choices: TunedChoices | str | os.PathLike[str]) -> Iterator[TunedChoic
         When the context is entered, as :func:`load`.
     """
     if not isinstance(choices, TunedChoices):
-        path, choices = Path(choices), TunedChoices(None)
-        choices.add(*_read(path))
+        choices = _of_file(Path(choices), Path(choices).read_bytes())
     with _current(choices):
         yield choices
+
+
+@functools.lru_cache(maxsize=64)
+def _of_file(path: Path, content: bytes) -> TunedChoices:
+    """Return the choices of a file, the same object for one content: JAX's caches compare it."""
+    choices = TunedChoices(None)
+    choices.add(*_parsed(path, content))
+    return choices
 
 
 def export(path: str | os.PathLike[str], gpu: Gpu | None = None) -> int:
@@ -336,7 +343,10 @@ def tuned_plan(
 
 def _read(path: Path) -> tuple[str, dict[str, TunedChoice]]:
     """Return the GPU model of a file and its choices; OSError or ValueError if it is none."""
-    content = path.read_bytes()
+    return _parsed(path, path.read_bytes())
+
+
+def _parsed(path: Path, content: bytes) -> tuple[str, dict[str, TunedChoice]]:
     try:
         whole = json.loads(content)
         if whole["schema"] != _SCHEMA:
