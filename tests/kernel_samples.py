@@ -19,7 +19,6 @@ from jax_tilekern.plans.grouped_gemm.problem import (
     GroupedGeometry,
     GroupedProduct,
     GroupedScaledProduct,
-    GroupedSum,
 )
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_mma_candidates
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
@@ -167,13 +166,11 @@ def grouped_wgmma_instances(gpu):
             first = out == how.types.results[0]
             if odd and not first:
                 continue
-            kinds = [GroupedProduct] + [GroupedSum] * (geometry.ragged == "m")
-            for kind in kinds:
-                product = kind(geometry, *operands, out, arithmetic)
-                found = _found(grouped_wgmma_candidates(product, gpu))
-                for candidate in found:
-                    if (first and not odd) or candidate.tile == found[0].tile:
-                        yield candidate.instance
+            product = GroupedProduct(geometry, *operands, out, arithmetic)
+            found = _found(grouped_wgmma_candidates(product, gpu))
+            for candidate in found:
+                if (first and not odd) or candidate.tile == found[0].tile:
+                    yield candidate.instance
 
 
 def _found(candidates):
