@@ -453,6 +453,7 @@ def _segment_calls() -> Iterator[str]:
 
 _RUNS = {
     "tests": "default selection",
+    "tests.changed": "files that failed or changed since",
     "tests.large": "arrays of more than 2**31 elements",
     "tests.several": "several GPUs",
 }

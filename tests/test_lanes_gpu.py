@@ -18,7 +18,11 @@ def test_is_vmap(name):
     theirs, _ = mapped_by(TABLE[name], jax.vmap)
     with jtk.strict():
         found = jax.jit(ours)(*args)
-    assert_close(raw(found), raw(jax.jit(theirs)(*args)))
+    # XLA's products of int8 are wrong on GPUs at some sizes.
+    where = jax.devices("cpu")[0] if name == "mixed_products" else None
+    with jax.default_device(where):
+        wanted = raw(jax.jit(theirs)(*args))
+    assert_close(raw(found), wanted)
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

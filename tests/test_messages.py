@@ -96,7 +96,6 @@ CALLS = {
         (lambda f: f(X, "text"), "not text"),
         (lambda f: f(IDS), "bfloat16, float16 or float32, not int32"),
     ],
-    "Fp8Recipe": [(lambda f: f(3), "gradient_dtype is float8_e4m3fn or float8_e5m2, not 3")],
     "moe": [
         *of_functions(
             "activation", lambda f, activation: f(X, G, DOWN, SHARES, CHOSEN, activation=activation)

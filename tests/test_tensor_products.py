@@ -210,3 +210,17 @@ def test_an_einsum_of_two_that_is_no_product_alone(rng):
         "ij , ik -> k j",
     ):
         assert_close(jtk.einsum(subscripts, a, b), jnp.einsum(subscripts, a, b))
+
+
+def test_einsum_takes_the_hook_of_layers(rng):
+    """Attention of flax passes it, where a program has replaced ``jnp.einsum``."""
+    x, called = rng.standard_normal((3, 4)).astype(np.float32), []
+
+    def hook(*args, **kwargs):
+        called.append(args)
+        return jax.lax.dot_general(*args, **kwargs)
+
+    for given in (None, jax.lax.dot_general, hook):
+        found = jtk.einsum("ij,kj->ik", x, x, precision="highest", _dot_general=given)
+        np.testing.assert_allclose(found, x @ x.T, 1e-5, 1e-5)
+    assert len(called) == 1

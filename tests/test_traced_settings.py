@@ -257,8 +257,8 @@ def test_the_inner_context_holds(no_settings):
     for policy in ("kernels", "xla"):
         with jtk.policy(policy):
             text = jax.jit(outer).lower(X).as_text()
-        assert "jax_tilekern_cpu_matmul" in text
-        assert "jax_tilekern_cpu_transpose" not in text
+        # The product has a kernel, and the transpose has none.
+        assert text.count("custom_call @jax_tilekern") == 1
 
 
 @SHARDED

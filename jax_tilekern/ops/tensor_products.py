@@ -7,16 +7,16 @@ the primitive itself, which writes the result in the order that is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.originals import jnp
+from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.jitted import jitted
@@ -34,6 +34,7 @@ def einsum(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
+    _dot_general: Callable[..., Any] | None = None,
 ) -> Array:
     """Einstein summation, with the semantics of :func:`jax.numpy.einsum`.
 
@@ -74,6 +75,18 @@ def einsum(
     >>> jtk.einsum("bqhd,bkhd->bhqk", q, k).shape
     (2, 3, 5, 7)
     """
+    if _dot_general not in (None, lax.dot_general):
+        # Layers of flax pass the hook of their user.
+        return jnp.einsum(
+            subscripts,
+            *operands,
+            out=out,
+            optimize=optimize,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            _dot_general=_dot_general,
+        )
     # A path of one product has no other order. JAX raises the errors for what is no array.
     of_two = isinstance(subscripts, str) and len(operands) == 2 and all(map(_is_array, operands))
     if of_two and isinstance(optimize, str) and optimize == "auto" and out is None:
