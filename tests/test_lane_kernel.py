@@ -618,6 +618,27 @@ def test_empty_arrays():
     assert choice.reason == "its results have no elements"
 
 
+@pytest.mark.parametrize(
+    "of_map",
+    [
+        lambda map_: jax.jacfwd(map_(jnp.sin))(jnp.ones(0)),
+        lambda map_: jax.jacfwd(map_(lambda x: x * 2))(jnp.ones((3, 0))),
+        lambda map_: jax.vmap(
+            lambda t: jax.jvp(map_(jnp.sin), (START,), (t,)), in_axes=1, out_axes=(None, 0)
+        )(jnp.ones((16, 0, 3))),
+        # The loop has no end for the zeros of an empty sum.
+        lambda map_: jax.vmap(
+            map_(lambda x, y: (collatz(x), collatz(y))), in_axes=(None, 0), out_axes=(None, 0)
+        )(jnp.arange(1, 4), jnp.ones((0, 3), jnp.int32)),
+    ],
+    ids=["jacfwd", "jacfwd of rows", "jvp", "loops"],
+)
+def test_results_that_do_not_depend_on_an_empty_batch_have_none(of_map):
+    found, wanted = of_map(jtk.kernel), of_map(jax.vmap)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
+    close(found, wanted)
+
+
 def test_symbolic_sizes_are_vmaps():
     (lanes,) = jax.export.symbolic_shape("lanes")
     exported = jax.export.export(jax.jit(jtk.kernel(collatz)))(

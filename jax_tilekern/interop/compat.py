@@ -81,6 +81,7 @@ __all__ = [
     "mlir",
     "name_p",
     "of_low_primitives",
+    "of_one_element",
     "partial_eval",
     "partition_id",
     "ragged_dot_general_p",
@@ -540,6 +541,11 @@ def register_batching(primitive: Any, rule: Callable[..., Any]) -> None:
 def sharding_under_vmap(axis_data: Any, sharding: Any, dim: int) -> Any:
     """Return the sharding of a result that has the mapped axis at ``dim`` as well."""
     return None if sharding is None else _batching.get_sharding_for_vmap(axis_data, sharding, dim)
+
+
+def of_one_element(axis_data: Any) -> Any:
+    """Return the data of an axis of one element, which devices do not share."""
+    return _batching.AxisData(axis_data.name, 1, None, None)
 
 
 def is_split_explicitly(axis_data: Any) -> bool:

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_tilekern.interop import compat, ffi, outcomes
-from jax_tilekern.interop.compat import ad, mlir
+from jax_tilekern.interop.compat import ad, mlir, partial_eval
 from jax_tilekern.interop.global_modes import by_types, by_xla, mode_independent
 from jax_tilekern.interop.outcomes import listed_below, record_choice, record_elsewhere
 from jax_tilekern.interop.primitive import Primitive
@@ -267,21 +267,41 @@ def define(operation: Operation) -> Callable[..., Any]:
             result = bind(*operands, **params)
             return result, [None] * len(result) if operation.several_results else None
         if axis_data.size == 0:
-            return of_no_element(operands, dims, params)
+            return of_no_element(axis_data, operands, dims, params)
         return operation.batch(axis_data, operands, dims, **params)
 
     @mode_independent
     def of_no_element(
-        operands: Sequence[Any], dims: Sequence[int | None], params: Params
+        axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], params: Params
     ) -> tuple[Any, Any]:
-        """Return empty results. A rule may divide by the number of elements."""
+        """Return empty results where the rule gives batches, and its results where it does not.
+
+        The rule is traced for one element, because it may divide by the number of elements.
+        """
         # A sum over no element has the type of one, with its sharding.
         one = [
-            x if d is None else x.sum(d, dtype=x.dtype) for x, d in zip(operands, dims, strict=True)
+            x if d is None else jnp.expand_dims(x.sum(d, dtype=x.dtype), d)
+            for x, d in zip(operands, dims, strict=True)
         ]
-        types = jax.make_jaxpr(functools.partial(bind_to_list, **params))(*one).out_avals
-        results = [jnp.broadcast_to(ad.zeros_like_aval(x), (0, *x.shape)) for x in types]
-        return (results, [0] * len(results)) if operation.several_results else (results[0], 0)
+        found: list[int | None] = []
+
+        def of_one(*operands: Any) -> list[Any]:
+            axis = compat.of_one_element(axis_data)
+            results, out = operation.batch(axis, operands, dims, **params)
+            found.extend(out if operation.several_results else [out])
+            return list(results) if operation.several_results else [results]
+
+        traced = jax.make_jaxpr(of_one)(*one)
+        jaxpr, used = partial_eval.dce_jaxpr(traced.jaxpr, [d is None for d in found])
+        read = (x for x, is_used in zip(one, used, strict=True) if is_used)
+        unbatched = iter(compat.eval_jaxpr(jaxpr, traced.consts, *read))
+        results = [
+            next(unbatched)
+            if d is None
+            else jax.lax.slice_in_dim(ad.zeros_like_aval(x), 0, 0, axis=d)
+            for x, d in zip(traced.out_avals, found, strict=True)
+        ]
+        return (results, found) if operation.several_results else (results[0], found[0])
 
     compat.register_batching(primitive, under_traced_settings(batch))
     compat.register_nan_check(primitive)
