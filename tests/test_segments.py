@@ -365,7 +365,7 @@ def test_vmap(rng, reduction, mapped):
 def test_a_plan_is_an_argument_of_jit_and_is_mapped(rng):
     ids, x = _ids(rng, 100, 20), whole(rng, 3, 100, 4)
     plan = jtk.segment_plan(ids, 20)
-    f = jax.jit(lambda x, plan: jtk.segment_sum(x, plan))
+    f = jax.jit(lambda x, plan: jtk.segment_sum(x, plan, mode="drop"))
     np.testing.assert_array_equal(f(x[0], plan), jax.ops.segment_sum(x[0], ids, 20))
     found = jax.vmap(f, (0, None))(x, plan)
     np.testing.assert_array_equal(found[2], jax.ops.segment_sum(x[2], ids, 20))
@@ -721,7 +721,7 @@ def test_sizes_beyond_int32():
     total = functools.partial(jtk.segment_sum, num_segments=2**31)
     assert shape(total, (few, np.float32), (few, np.int32)) == many
     assert shape(jtk.take, (few, np.float32), (many, np.int32)) == many
-    with pytest.raises(ValueError, match="2147483648 segment ids and 7 segments are at most"):
+    with pytest.raises(ValueError, match="2147483648 segment_ids and num_segments=7 are at most"):
         shape(lambda ids: jtk.segment_plan(ids, 7).keys, (many, np.int32))
 
 
@@ -843,7 +843,7 @@ def test_operands_that_are_no_arrays():
         lambda: jtk.sort_by_key(ids, [1, 2, 3], num_keys=2),
         lambda: jtk.bincount([0, 1]),
     ):
-        with pytest.raises(TypeError, match="requires ndarray or scalar arguments"):
+        with pytest.raises(TypeError, match=r"requires ndarray or scalar|are an array of integers"):
             call()
 
 

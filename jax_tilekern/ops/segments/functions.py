@@ -253,7 +253,7 @@ def segment_reduce(
         segment_ids,
         number_of_segments("segment_reduce", segment_ids, num_segments),
         indices_are_sorted,
-        clip=is_clipped("segment_reduce", mode),
+        clip=is_clipped("segment_reduce", mode, segment_ids),
     )
     for i, (x, place) in enumerate(zip(read, places, strict=True)):
         if x.ndim == 0 or (place is None and x.shape[0] != plan.size):
@@ -328,6 +328,7 @@ def _reduced_edges(
     if not any(x.shape[1:] == shape for x in read):
         read[0] = jnp.broadcast_to(read[0], (read[0].shape[0], *shape))
     values, closed_over = trace_values(function, [x.dtype for x in read])
+    check_values("segment_reduce", reduction, values.out_dtypes[0])
     scalars = [jnp.broadcast_to(x, (1, *(1,) * len(shape))) for x in closed_over]
     if scalars:
         zero = len(indices)
@@ -376,6 +377,14 @@ def reduced(
     return result
 
 
+def check_values(name: str, kind: Kind, dtype: Any) -> None:
+    """Raise a ``TypeError`` for sums and products of booleans, which JAX does not have either."""
+    if dtype == np.bool_ and kind in ("sum", "prod"):
+        raise TypeError(
+            f"{name}: a {kind} does not take bool; convert the values, as by .astype(jnp.int32)"
+        )
+
+
 def combined(reduction: Combiner, table: Array, rows: Array, plan: SegmentPlan) -> Array:
     """Combine rows of a table with all their updates, rounded once."""
     wide = value_dtype(table.dtype)
@@ -396,7 +405,8 @@ def _checked(
     compat.check_arraylike(name, data)
     count = number_of_segments(name, segment_ids, num_segments)
     is_sorted, is_unique = bool(indices_are_sorted), bool(unique_indices)
-    return _reduced(kind, data, segment_ids, count, is_sorted, is_unique, is_clipped(name, mode))
+    clip = is_clipped(name, mode, segment_ids)
+    return _reduced(kind, data, segment_ids, count, is_sorted, is_unique, clip)
 
 
 @jitted("kind", "segments", "is_sorted", "is_unique", "clip")
@@ -421,6 +431,8 @@ def _reduced(
             mode = lax.GatherScatterMode.CLIP if clip else None
             return of_jax(data, ids, segments, is_sorted, is_unique, mode=mode)  # type: ignore[no-any-return]
         ids = ids.ravel()
+    if 0 not in edges:
+        check_values(name, kind, data.dtype)
     plan = plan_of(name, ids, segments, is_sorted, clip=clip)
     row = data.shape[1:]
     try:

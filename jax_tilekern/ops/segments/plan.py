@@ -40,12 +40,15 @@ class SegmentPlan:
         and the number of edges.
     num_segments
         Number of segments.
+    clip
+        Whether its mode is ``"clip"``.
     """
 
     keys: Array
     order: Array | None
     bounds: Array
     num_segments: int = field(metadata={"static": True})
+    clip: bool = field(metadata={"static": True})
 
     @property
     def size(self) -> int:
@@ -64,7 +67,7 @@ class SegmentPlan:
 
 
 Ids = ArrayLike | SegmentPlan
-_IDS = "segment ids"
+_IDS, _COUNT = "segment_ids", "num_segments"
 
 
 def segment_plan(
@@ -120,14 +123,24 @@ def segment_plan(
         segment_ids,
         number_of_segments("segment_plan", segment_ids, num_segments),
         indices_are_sorted,
-        clip=is_clipped("segment_plan", mode),
+        clip=is_clipped("segment_plan", mode, segment_ids),
     )
 
 
 def plan_of(
-    name: str, ids: Ids, segments: int, is_sorted: bool, *, clip: bool, what: str = _IDS
+    name: str,
+    ids: Ids,
+    segments: int,
+    is_sorted: bool,
+    *,
+    clip: bool,
+    what: str = _IDS,
+    argument: str = _COUNT,
 ) -> SegmentPlan:
-    """Return the plan of a vector of ids, or the plan itself; ``what`` names the ids in errors."""
+    """Return the plan of a vector of ids, or the plan itself.
+
+    In errors, ``what`` names the ids, and ``argument`` the number of segments.
+    """
     if isinstance(ids, SegmentPlan):
         return checked_plan(name, ids)
     ids = integers(name, ids, what)
@@ -135,7 +148,7 @@ def plan_of(
         raise ValueError(f"{name}: {what} are a vector, not of shape {ids.shape}")
     if is_too_large(ids, segments):
         raise ValueError(
-            f"{name}: {ids.size} {what} and {segments} segments are at most {MAX_ITEMS - 2} "
+            f"{name}: {ids.size} {what} and {argument}={segments} are at most {MAX_ITEMS - 2} "
             "together"
         )
     return _plan(ids, segments, bool(is_sorted), clip)
@@ -152,11 +165,19 @@ def checked_plan(name: str, plan: SegmentPlan) -> SegmentPlan:
 
 def integers(name: str, ids: ArrayLike, what: str = _IDS) -> Array:
     """Return ids as an array, or raise an error unless they are integers."""
-    compat.check_arraylike(name, ids)
+    _check_array(name, ids, what)
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{name}: {what} are integers, not {ids.dtype}")
     return ids
+
+
+def _check_array(name: str, ids: ArrayLike, what: str) -> None:
+    try:
+        compat.check_arraylike(name, ids)
+    except TypeError:
+        kind = type(ids).__name__
+        raise TypeError(f"{name}: {what} are an array of integers, not a {kind}") from None
 
 
 def is_too_large(ids: Array, segments: int) -> bool:
@@ -168,9 +189,7 @@ def is_too_large(ids: Array, segments: int) -> bool:
     return isinstance(items, int) and items > MAX_ITEMS
 
 
-def number_of_segments(
-    name: str, ids: Ids, given: int | None, argument: str = "num_segments"
-) -> int:
+def number_of_segments(name: str, ids: Ids, given: int | None, argument: str = _COUNT) -> int:
     """Return the number of segments, by default one more than the largest id."""
     if isinstance(ids, SegmentPlan):
         if given is not None and given != ids.num_segments:
@@ -178,7 +197,7 @@ def number_of_segments(
                 f"{name}: {argument} is {given}, and the plan has {ids.num_segments} segments"
             )
         return ids.num_segments
-    compat.check_arraylike(name, ids)
+    _check_array(name, ids, _IDS)
     if given is None:
         if isinstance(ids, jax.core.Tracer):
             raise jax.errors.ConcretizationTypeError(
@@ -191,16 +210,24 @@ def number_of_segments(
     return count
 
 
-def is_clipped(name: str, mode: Any) -> bool:
-    """Return whether ids out of bounds are those of the first and the last segment."""
+def is_clipped(name: str, mode: Any, ids: Ids) -> bool:
+    """Return whether ids out of bounds are those of the first and the last segment.
+
+    A plan has its own mode, which a mode that is given must not contradict.
+    """
+    plan = ids if isinstance(ids, SegmentPlan) else None
     if mode is None:
-        return False
+        return plan is not None and plan.clip
     try:
-        return GatherScatterMode.from_any(mode) == GatherScatterMode.CLIP
+        clip: bool = GatherScatterMode.from_any(mode) == GatherScatterMode.CLIP
     except ValueError:
         raise ValueError(
             f"{name}: mode is {mode!r}; it is 'drop', 'clip', 'fill' or 'promise_in_bounds'"
         ) from None
+    if plan is not None and clip != plan.clip:
+        own = "clip" if plan.clip else "drop"
+        raise ValueError(f"{name}: mode is {mode!r}, and the plan has the mode {own!r}")
+    return clip
 
 
 @jitted("count", "is_sorted", "clip")
@@ -214,4 +241,4 @@ def _plan(ids: Array, count: int, is_sorted: bool, clip: bool) -> SegmentPlan:
     keys, *order, bounds = by_automatic_axes(
         arrays, ids, lambda: [spec_of(ids), *[(None,)] * (1 if is_sorted else 2)]
     )
-    return SegmentPlan(keys, order[0] if order else None, bounds, count)
+    return SegmentPlan(keys, order[0] if order else None, bounds, count, clip)

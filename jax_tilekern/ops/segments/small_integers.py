@@ -57,7 +57,9 @@ def sort_by_key(keys: ArrayLike, *values: ArrayLike, num_keys: int) -> tuple[Arr
 
 @jitted("num_keys")
 def _sorted(keys: ArrayLike, values: tuple[ArrayLike, ...], num_keys: int) -> tuple[Array, ...]:
-    plan = plan_of("sort_by_key", keys, num_keys, is_sorted=False, clip=False, what="keys")
+    plan = plan_of(
+        "sort_by_key", keys, num_keys, is_sorted=False, clip=False, what="keys", argument="num_keys"
+    )
     keys = jnp.asarray(keys)
     assert plan.order is not None
     arrays = [jnp.asarray(x) for x in values]
@@ -138,7 +140,15 @@ def _bincount(x: ArrayLike, weights: ArrayLike | None, length: int) -> Array:
     if x.dtype == np.bool_:
         x = x.astype(np.int32)
     ids: Any = jnp.maximum(x, jnp.zeros_like(x))
-    plan = plan_of("bincount", ids, length, is_sorted=False, clip=False, what="elements of x")
+    plan = plan_of(
+        "bincount",
+        ids,
+        length,
+        is_sorted=False,
+        clip=False,
+        what="elements of x",
+        argument="length",
+    )
     if weights is None:
         return jnp.diff(plan.bounds)[1:-1]
     weights = jnp.asarray(weights)

@@ -17,7 +17,7 @@ from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.batches import in_front, of_batches, whole
 from jax_tilekern.ops.segments.edges import gathered_rows
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
-from jax_tilekern.ops.segments.functions import combined
+from jax_tilekern.ops.segments.functions import check_values, combined
 from jax_tilekern.ops.segments.keys import from_the_first, highest, lowest, rows_of
 from jax_tilekern.ops.segments.order import order_by_key
 from jax_tilekern.ops.segments.plan import (
@@ -33,7 +33,7 @@ from jax_tilekern.ops.segments.reduce import reduce_rows
 from jax_tilekern.primitives.operation import Operation, define
 
 
-@jitted("axis", "out", "mode", "unique_indices", "indices_are_sorted", "fill_value")
+@jitted("axis", "mode", "unique_indices", "indices_are_sorted", "fill_value")
 def take(
     a: ArrayLike,
     indices: ArrayLike | SegmentPlan,
@@ -63,7 +63,7 @@ def take(
     out
         Not supported, as in JAX.
     mode, unique_indices, indices_are_sorted, fill_value
-        As in JAX. A plan has its own mode.
+        As in JAX. A plan has its own mode, and no other may be given.
 
     Returns
     -------
@@ -73,9 +73,12 @@ def take(
     Raises
     ------
     TypeError
-        If the indices are no integers.
+        If the indices are no array.
     ValueError
-        If a plan is for another number of rows, or ``mode`` is unknown.
+        If the indices are no integers, a plan is for another number of rows or has another mode, or
+        ``mode`` is unknown.
+    NotImplementedError
+        If there is an ``out``.
 
     Examples
     --------
@@ -86,6 +89,8 @@ def take(
            [0., 1.]], dtype=float32)
     """
     compat.check_arraylike("take", a)
+    if out is not None:
+        raise NotImplementedError("take: out is not supported")
     a = jnp.asarray(a)
     if isinstance(indices, SegmentPlan):
         if axis not in (None, 0) or a.ndim == 0 or a.shape[0] != indices.num_segments:
@@ -93,14 +98,21 @@ def take(
                 f"take: a plan of {indices.num_segments} rows, for axis {axis} of an array of "
                 f"shape {a.shape}"
             )
+        is_clipped("take", mode, indices)
         return _filled(a, checked_plan("take", indices), fill_value)
 
+    compat.check_arraylike("take", a, indices)
+    indices = jnp.asarray(indices)
+    if indices.dtype != np.bool_ and not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(f"take: indices are integers, not {indices.dtype}")
+
     def by_jax(a: Any, indices: Any) -> Array:
-        return jnp.take(a, indices, axis, out, mode, unique_indices, indices_are_sorted, fill_value)
+        return jnp.take(
+            a, indices, axis, None, mode, unique_indices, indices_are_sorted, fill_value
+        )
 
     # JAX's function raises the errors.
     result = compat.type_of_whole(by_jax, a, indices)
-    indices = jnp.asarray(indices)
     is_first = a.ndim == 1 if axis is None else axis in (0, -a.ndim)
     is_number = jnp.issubdtype(a.dtype, jnp.number) or a.dtype == np.bool_
     if (
@@ -174,6 +186,7 @@ def scatter_add(
     a, updates = jnp.asarray(a), jnp.asarray(updates)
     if a.ndim == 0:
         raise ValueError("scatter_add: a table has rows, and this array has no dimension")
+    clip = is_clipped("scatter_add", mode, indices)
     edges: tuple[int, ...]
     if isinstance(indices, SegmentPlan):
         plan = checked_plan("scatter_add", indices)
@@ -186,8 +199,15 @@ def scatter_add(
         indices = integers("scatter_add", indices, "indices")
         edges = indices.shape
         numbers = from_the_first(indices.ravel(), a.shape[0])
-        clip = is_clipped("scatter_add", mode)
-        plan = plan_of("scatter_add", numbers, a.shape[0], indices_are_sorted, clip=clip)
+        plan = plan_of(
+            "scatter_add",
+            numbers,
+            a.shape[0],
+            indices_are_sorted,
+            clip=clip,
+            what="indices",
+            argument="a.shape[0]",
+        )
     # As by JAX, the result is converted to the table's type last.
     dtype, row = jnp.result_type(a, updates), a.shape[1:]
     shape = (*edges, *row)
@@ -204,6 +224,7 @@ def scatter_add(
         rows = jnp.broadcast_to(updates, shape).astype(dtype).reshape(plan.size, *row)
         if 0 in edges:
             return a
+        check_values("scatter_add", "sum", dtype)
         return combined("sum", a.astype(dtype), rows, plan).astype(a.dtype)
 
     result: Array = by_automatic_axes(added, (a, updates, plan), lambda: spec_of(a))
