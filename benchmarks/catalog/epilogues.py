@@ -26,8 +26,8 @@ _LAYERS = {
     "matmul, epilogue": lambda m, f, x, w, b: m.matmul(
         x, w, epilogue=lambda y, bias: f(y + bias), operands=(b,)
     ),
-    "fuse": lambda m, f, x, w, b: m.fuse(lambda x, w, b: f(x @ w + b))(x, w, b),
-    "patch": lambda m, f, x, w, b: m.patch()(lambda x, w, b: f(x @ w + b))(x, w, b),
+    "fuse": lambda m, f, x, w, b: m.fuse(lambda x, w, b: f(x @ w + b[None]))(x, w, b),
+    "patch": lambda m, f, x, w, b: m.patch()(lambda x, w, b: f(x @ w + b[None]))(x, w, b),
 }
 
 
@@ -85,6 +85,7 @@ def linear_cross_entropy(draw: Draw, name: str) -> Call:
     types = [draw.type(F32, BF16)] * 2
     operands = draw.operand((rows, depth), types[0]), draw.operand((depth, columns), types[1])
     labels = draw.rng.integers(0, columns, rows).astype(np.int32)
+    reduction = "mean" if name.endswith("mean") else "none"
 
     def errors(result, h, w):
         y, magnitude, terms = einsum("md,dv->mv", wide(h), wide(w))
@@ -94,13 +95,17 @@ def linear_cross_entropy(draw: Draw, name: str) -> Call:
         slack = 2 * share * magnitude.max(1) + (columns + 16) * 2.0**-24 * (
             1 + np.abs(lse) + np.abs(top)
         )
-        return [compared(result, lse - y[np.arange(rows), labels], slack)]
+        losses = lse - y[np.arange(rows), labels]
+        if reduction == "mean":
+            slack = slack.mean() + (rows + 1) * 2.0**-24 * np.abs(losses).mean()
+            losses = losses.mean()
+        return [compared(result, losses, slack)]
 
     return Call(
         name,
-        "reduction=none",
+        "",
         operands,
-        lambda m, h, w: m.linear_cross_entropy(h, w, labels, reduction="none"),
+        lambda m, h, w: m.linear_cross_entropy(h, w, labels, reduction=reduction),
         errors,
         is_plain=False,
     )
@@ -143,6 +148,6 @@ def row_reduction(draw: Draw, name: str) -> Call:
 DESCRIPTIONS = [
     *describe(layer, *_LAYERS),
     *describe(gated_linear, "gated_linear"),
-    *describe(linear_cross_entropy, "linear_cross_entropy"),
+    *describe(linear_cross_entropy, "linear_cross_entropy", "linear_cross_entropy, mean"),
     *describe(row_reduction, *_ROWS),
 ]

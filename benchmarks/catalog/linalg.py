@@ -15,6 +15,11 @@ from benchmarks.catalog.draw import Draw, text_of
 from benchmarks.catalog.oracles import ORACLES
 
 
+def _identity(a):
+    """Return one for each matrix, of its rank."""
+    return jnp.broadcast_to(jnp.eye(a.shape[-2], a.shape[-1], dtype=a.dtype), a.shape)
+
+
 def linear_algebra(draw: Draw, name: str) -> Call:
     """Draw a call whose residual is bounded by the computed factors and solution (Higham)."""
     name = name.removeprefix("linalg.")
@@ -28,7 +33,7 @@ def linear_algebra(draw: Draw, name: str) -> Call:
 
     def call(m, a, *others):
         a = jnp.matmul(a, a.mT, precision="highest") / n if name == "cholesky" else a
-        a = a + (1 if name == "cholesky" else 2 * math.sqrt(n)) * jnp.eye(n, dtype=dtype)
+        a = a + (1 if name == "cholesky" else 2 * math.sqrt(n)) * _identity(a)
         function = getattr(m.linalg, name)
         if name == "solve_triangular":
             return a, function(a, *others, lower=True)
@@ -106,7 +111,7 @@ def decompositions(draw: Draw, name: str) -> Call:
 
     def call(m, a):
         a = a if rank is None else a[..., :, :rank] @ a[..., :rank, :]
-        a = a * scale.astype(dtype)
+        a = a * jnp.broadcast_to(scale.astype(dtype), a.shape)
         a = (a + a.mT) / 2 if name.startswith("eig") else a
         return a, getattr(m.linalg, name)(a, **options)
 
@@ -172,7 +177,7 @@ def matrix_functions(draw: Draw, name: str) -> Call:
         if name == "expm":
             a = a * (size / math.sqrt(columns))
         else:
-            a = a + 2 * math.sqrt(max(rows, columns)) * jnp.eye(rows, columns, dtype=dtype)
+            a = a + 2 * math.sqrt(max(rows, columns)) * _identity(a)
         return a, getattr(m.linalg, name)(a)
 
     def errors(result, _):

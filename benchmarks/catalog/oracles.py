@@ -49,10 +49,10 @@ def _gated_linear(x: Any, gate: Any, up: Any) -> Any:
 
 
 def _linear_cross_entropy(h: Any, w: Any, labels: Any, *, reduction: str) -> Any:
-    assert reduction == "none"
     y = h @ w
     labelled = jnp.take_along_axis(y, labels[:, None], 1)[:, 0]
-    return jax.nn.logsumexp(y, 1) - labelled
+    losses = jax.nn.logsumexp(y, 1) - labelled
+    return losses.mean() if reduction == "mean" else losses
 
 
 def _ragged_dot(
@@ -66,6 +66,15 @@ def _ragged_dot(
     rows = jnp.where(masks, lhs, jnp.zeros((), lhs.dtype))
     y = jnp.einsum("gmk,gkn->mn", rows, rhs, preferred_element_type=out.dtype)
     return _with_epilogue(y, epilogue, operands)
+
+
+def _ragged_dot_general(lhs: Any, rhs: Any, sizes: Any, dimensions: Any) -> Any:
+    """Contract the rows of each group."""
+    assert list(dimensions.lhs_ragged_dimensions) == [0]
+    assert not dimensions.rhs_group_dimensions
+    group = jnp.searchsorted(jnp.cumsum(jnp.asarray(sizes)), jnp.arange(len(lhs)), side="right")
+    rows = (group == jnp.arange(len(sizes))[:, None])[..., None] * lhs
+    return jnp.einsum("gmk,mn->gkn", rows, rhs)
 
 
 def _all_gather_matmul(x: Any, w: Any, axis: str) -> Any:
@@ -107,7 +116,20 @@ def _segment_reduce(
     reduction: str,
 ) -> Any:
     rows = (x if index is None else x[index] for x, index in zip(arrays, gather, strict=True))
-    return getattr(jax.ops, f"segment_{reduction}")(function(*rows), segment_ids, num_segments)
+    return getattr(ORACLES, f"segment_{reduction}")(function(*rows), segment_ids, num_segments)
+
+
+def _segment_extreme(reduce: Any, neutral: float) -> Any:
+    """Reduce by masks: cotangents of JAX's own are infinite where a segment is empty."""
+
+    def reduced(
+        x: Any, ids: Any, count: int, *, indices_are_sorted: bool = False, mode: Any = None
+    ) -> Any:
+        own = jnp.clip(ids, 0, count - 1) if mode == "clip" else jnp.asarray(ids)
+        belongs = own[:, None, None] == jnp.arange(count)[:, None]
+        return reduce(jnp.where(belongs, x[:, None], neutral), 0, initial=neutral)
+
+    return reduced
 
 
 def _scatter_add(x: Any, index: Any, updates: Any) -> Any:
@@ -115,6 +137,7 @@ def _scatter_add(x: Any, index: Any, updates: Any) -> Any:
 
 
 def _sort_by_key(keys: Any, *values: Any, num_keys: int) -> Any:
+    keys = jnp.asarray(keys)
     order = jnp.argsort(keys, stable=True)
     return (keys[order], *(x[order] for x in values))
 
@@ -186,6 +209,7 @@ ORACLES = SimpleNamespace(
         "patch": lambda: _identity,
         "quantize": _quantize,
         "ragged_dot": _ragged_dot,
+        "ragged_dot_general": _ragged_dot_general,
         "route": _route,
         "row_logsumexp": functools.partial(jax.nn.logsumexp, axis=-1),
         "row_max": functools.partial(jnp.max, axis=-1),
@@ -194,12 +218,15 @@ ORACLES = SimpleNamespace(
         "scaled_matmul": _scaled_matmul,
         "scaled_ragged_dot": _scaled_ragged_dot,
         "scatter_add": _scatter_add,
+        "segment_max": _segment_extreme(jnp.max, -np.inf),
+        "segment_min": _segment_extreme(jnp.min, np.inf),
         "segment_mean": _segment_mean,
         "segment_reduce": _segment_reduce,
         "sort_by_key": _sort_by_key,
         "strassen_matmul": lambda a, b, levels: jnp.matmul(a, b),
         "symmetric_matmul": _symmetric_matmul,
         "top_k": _top_k,
+        "out_of_core": SimpleNamespace(matmul=lambda a, b, memory_limit: a @ b),
         "linalg": SimpleNamespace(
             **{
                 **_namesakes(jtk.linalg, jnp.linalg, jax.scipy.linalg, lax.linalg),

@@ -1,0 +1,140 @@
+"""Faults of rules, each with the test of ``test_derived.py`` that catches it.
+
+``python tests/planted_faults.py`` plants each in a temporary copy of the tree and runs the test
+there; it prints the faults that are not caught.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# File, text, and what takes its place; the transformation and the operation of the test.
+FAULTS = [
+    ("ops/add.py", "else jnp.moveaxis(x, dim, mapped)",
+     "else x", "vmap", "add"),
+    ("ops/sum.py", "axis + (axis >= mapped) for axis in axes",
+     "axis for axis in axes", "vmap", "sum"),
+    ("ops/sum.py", "mapped - len([axis for axis in shifted if axis < mapped])",
+     "mapped", "vmap", "sum"),
+    ("ops/sum.py", "kept = tuple(dim for dim in dims if dim not in axes)",
+     "kept = dims[: x.ndim - len(axes)]", "sharded", "sum"),
+    ("ops/transpose.py", "axes=tuple(map(axes.index, range(len(axes))))",
+     "axes=axes", "vjp", "transpose"),
+    ("ops/transpose.py", "(mapped, *(axis + (axis >= mapped) for axis in axes))",
+     "(mapped, *(axis + 1 for axis in axes))", "vmap", "transpose"),
+    ("ops/transpose.py", "rule_over_axes(((dims, x.shape),), axes, flops=0)",
+     "rule_over_axes(((dims, x.shape),), dims, flops=0)", "sharded", "transpose"),
+    ("ops/contraction.py", "factors[operand] = (cotangent, c.out)",
+     "factors[operand] = (2 * cotangent, c.out)", "vjp", "matmul"),
+    ("ops/contraction.py", "if operand == 0 and c.ragged_dimension == \"k\":",
+     "if False:", "vjp", "ragged_dot_general"),
+    ("ops/vector_products.py", "a = jnp.conj(a) if", "a = a if", "complex", "vdot"),
+    ("ops/vector_products.py", "(jnp.conj(x1) if", "(x1 if", "complex", "vecmat"),
+    ("ops/matrices.py", "[-product(x, product(tangents[0], x))]",
+     "[product(x, product(tangents[0], x))]", "jvp", "linalg.inv"),
+    ("ops/matrices.py", "product(_transposed_if(a_dot, transpose), x)",
+     "product(a_dot, x)", "second order", "linalg.solve"),
+    ("ops/matrices.py", "off_diagonal = int(unit_diagonal)",
+     "off_diagonal = 1", "jvp", "linalg.solve_triangular"),
+    ("ops/matrices.py", "jnp.tril(inner) / (1 + jnp.eye(a.shape[-1], dtype=a.dtype))",
+     "jnp.tril(inner)", "vjp", "linalg.cholesky"),
+    ("ops/matrices.py", "product(lower, jnp.tril(inner, -1)) +", "", "jvp", "linalg.lu"),
+    ("ops/matrices.py", "{**params, \"transpose\": not params[\"transpose\"]}",
+     "params", "vjp", "linalg.solve"),
+    ("ops/matrices.py", "at = a.ndim if left_side else a.ndim - 2",
+     "at = a.ndim - 1 if left_side else a.ndim - 2", "vmap", "linalg.solve"),
+    ("ops/matrices.py", "moves.append(-change(a_dot, x, **params))",
+     "pass", "jvp", "linalg.solve"),
+    ("ops/decompositions.py", "u_dot, v_dot.mT]", "u_dot, v_dot]", "jvp", "linalg.svd"),
+    ("ops/decompositions.py", "by_row + by_row.mT", "by_row - by_row.mT", "vjp", "linalg.svd"),
+    ("ops/decompositions.py", "w[..., None, :] - w[..., :, None]",
+     "w[..., :, None] - w[..., None, :]", "jvp", "linalg.eigh"),
+    ("ops/decompositions.py", "skew = below - below.mT", "skew = below", "jvp", "linalg.qr"),
+    ("ops/matrix_functions.py", "-inner + left", "inner + left", "vjp", "linalg.pinv"),
+    ("ops/fused_contraction.py", "labelled(own, product.out[0], dim)",
+     "labelled(own, product.out[0], None)", "vmap", "matmul, epilogue"),
+    ("ops/fused_contraction.py", "(pre_activation, *read), (changed, *moved))",
+     "(pre_activation, *read), (changed, *map(compat.zero_tangent, read)))",
+     "jvp", "matmul, epilogue"),
+    ("ops/segments/derivatives.py", "if aval.shape[i] == 1 and n != 1",
+     "if False", "vjp", "segment_reduce"),
+    ("ops/segments/derivatives.py", "is None else g + 1 for i in known",
+     "is None else g for i in known", "vjp", "segment_reduce"),
+    ("ops/segments/top_k.py", "jnp.moveaxis(operands[0], dims[0], 0)",
+     "operands[0]", "vmap", "top_k"),
+    ("ops/segments/top_k.py",
+     "jnp.take_along_axis(tangent, indices, -1, mode=\"promise_in_bounds\")",
+     "tangent[..., :k]", "jvp", "top_k"),
+    ("ops/segments/take.py", "cotangent, *placed, reduction=\"sum\"",
+     "2 * cotangent, *placed, reduction=\"sum\"", "vjp", "take"),
+    ("ops/cross_entropy/primitives.py", "for x, dot in moved)]",
+     "for x, dot in moved[1:])]", "jvp", "linear_cross_entropy, mean"),
+    ("ops/fp8_dot_general.py", "if call.rhs_first else (along_m, left)",
+     "if not call.rhs_first else (along_m, left)", "vjp", "fp8_dot_general"),
+    ("ops/lane_rules.py", "sums = (jnp.sum(x, axes) if axes",
+     "sums = (jnp.max(x, axes) if axes", "vjp", "kernel"),
+    ("linalg.py", "(jnp.zeros_like(sign), trace)",
+     "(jnp.zeros_like(sign), -trace)", "jvp", "linalg.slogdet"),
+    ("linalg.py", ".at[..., -1].set(others)",
+     ".at[..., -1].set(determinant)", "jvp", "linalg.det"),
+]  # fmt: skip
+
+
+def passes(tree: Path, *tests: tuple[str, str]) -> bool:
+    """Whether tests pass, each a transformation and an operation."""
+    names = [f"tests/test_derived.py::test_derived[{case}-{name}]" for case, name in tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "",
+        *names,
+    ]
+    run = subprocess.run(
+        command, cwd=tree, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."}
+    )
+    assert run.returncode in (0, 1), run.stdout + run.stderr
+    return run.returncode == 0
+
+
+def caught(tree: Path, file: str, old: str, new: str, case: str, name: str) -> bool:
+    """Whether the test fails with the fault."""
+    path = tree / "jax_tilekern" / file
+    text = path.read_text()
+    assert old in text, f"{file} has no {old!r}"
+    path.write_text(text.replace(old, new))
+    found = not passes(tree, (case, name))
+    path.write_text(text)
+    return found
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for part in ("jax_tilekern", "benchmarks", "tests"):
+            ignored = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(ROOT / part, tree / part, ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        assert passes(tree, *{(case, name) for *_, case, name in FAULTS}), (
+            "tests fail without a fault"
+        )
+        missed = [fault for fault in FAULTS if not caught(tree, *fault)]
+    print(f"{len(FAULTS) - len(missed)} of {len(FAULTS)} faults are caught")
+    for fault in missed:
+        print("not caught:", fault)
+    raise SystemExit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
