@@ -182,10 +182,4 @@ OPERATIONS = {
         "ac",
     ),
 }
-# One operation for each primitive; the others are compositions or variants of these.
-OF_EACH_PRIMITIVE = (
-    "matmul", "ragged_dot", "residual", "gated_linear", "row_logsumexp", "sum", "transpose", "add",
-    "linear_cross_entropy", "svdvals", "eigvalsh", "qr", "inv", "lu_factor", "cholesky", "solve",
-    "solve_triangular",
-)  # fmt: skip
 MATRICES = [name for name, (_, _, letters) in OPERATIONS.items() if letters[0] in "ap"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from operations import MATRICES, OPERATIONS, arrays_of
+from operations import OPERATIONS, arrays_of
 
 import jax_tilekern as jtk
 
@@ -51,25 +51,6 @@ def compare(ours, theirs, tolerance):
         np.testing.assert_allclose(*wide, rtol=0, atol=tolerance * scale)
 
 
-# JAX's own rules, that of a gather among them, request float64 where x64 is off, too.
-_REQUEST_FLOAT64 = {"det", "lu", "lu_factor", "top_k"}
-
-
-@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - _REQUEST_FLOAT64))
-@pytest.mark.one_in(3)
-def test_x64_around_a_part_of_a_function(name):
-    ours, theirs, _ = OPERATIONS[name]
-    xs = operands(name, np.float32)
-    with jax.enable_x64(True):
-        wide = [x.astype(np.float64) for x in xs]
-        value, derived = jax.jit(lambda *xs: (theirs(*xs), gradients(theirs)(*xs)))(*wide)
-    # The rules run where x64 is off.
-    compare(jax.jit(gradients(in_float64(ours)))(*xs), derived, 1e-6)
-    # All rules but the lowering run where it is on.
-    both = in_float64(lambda *xs: (ours(*xs), gradients(ours)(*xs)))
-    compare(jax.jit(both)(*xs), (value, derived), 1e-6)
-
-
 # They keep the type of their values. JAX sums in float32, and fails to compute a log-sum-exp.
 _WITHOUT_TYPE_OF_JAX = {"row_sum", "row_max", "row_logsumexp", "linear_cross_entropy"} | {
     "segment_sum", "segment_max", "segment_reduce",
@@ -99,32 +80,6 @@ def test_systems_in_float64_where_x64_is_off():
     x = jtk.linalg.solve(a, b)
     assert x.dtype == np.float64
     np.testing.assert_allclose(x, [10000.00002762, -10000.00002762], rtol=1e-9)
-
-
-_OF_THE_USER = {"epilogue", "residual", "ragged_dot, epilogue"}
-
-
-@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - set(MATRICES) - _OF_THE_USER))
-@pytest.mark.one_in(3)
-def test_strict_promotion_with_operands_of_16_bits(name):
-    """The inside of an operation may mix types. A user's epilogue that does so is an error."""
-    ours, theirs, _ = OPERATIONS[name]
-    xs = operands(name, jnp.bfloat16)
-    derived = gradients(theirs)(*(x.astype(np.float32) for x in xs))
-    with jax.numpy_dtype_promotion("strict"):
-        compare(gradients(ours)(*xs), derived, 0.05)
-
-
-@pytest.mark.parametrize("name", sorted(set(MATRICES) - {"solve", "solve_triangular"}))
-@pytest.mark.one_in(2)
-def test_rank_promotion_is_an_error(name):
-    """Batches of another size than the matrices."""
-    ours, theirs, _ = OPERATIONS[name]
-    xs = operands(name, np.float32)
-    derived = gradients(theirs)(*xs)
-    with jax.numpy_rank_promotion("raise"):
-        compare(jax.vmap(ours)(jnp.stack(xs))[0], theirs(*xs), 1e-5)
-        compare(gradients(ours)(*xs), derived, 1e-4)
 
 
 def test_rank_promotion_is_an_error_in_second_derivatives():

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close
-from operations import BY_ROWS, MATRICES, OF_EACH_PRIMITIVE, OPERATIONS, arrays_of
+from operations import BY_ROWS, MATRICES, OPERATIONS, arrays_of
 from sharded import (
     AUTO,
     EXPLICIT,
@@ -124,22 +124,6 @@ def test_values_and_gradients(rng, name, layout):
     assert calls or name in (*SEGMENTS, "top_k")
     assert all(call.kernel is None for call in calls)
     assert not calls or any("shard_map" in call.reason for call in calls)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in OF_EACH_PRIMITIVE else pytest.mark.thorough)
-        for name in OPERATIONS
-    ],
-)
-def test_over_all_axes(rng, name):
-    """Kernels compute the local arrays; gradients of what all devices have are summed."""
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AUTO,), devices=devices()[:2])
-    arrays = global_arrays(rng, name)
-    wanted = results(by_rows(name), len(arrays))(*arrays)
-    got = results(mapped_over_d(with_a_dimension(OPERATIONS[name][0]), name, mesh), len(arrays))
-    assert_close(jax.tree.leaves(got(*arrays)), jax.tree.leaves(wanted))
 
 
 @pytest.mark.parametrize("name", ["solve", "slogdet"])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from numerics import check_derivatives, poison
+from numerics import poison
 
 import jax_tilekern as jtk
 
@@ -138,25 +138,6 @@ def test_what_moves_nothing_is_left_to_xla(rng, shape, axes, words):
     assert choice.kernel is None
     assert words in choice.reason
     assert_same_bits(jtk.transpose(jnp.asarray(x), axes), x.transpose(axes))
-
-
-@pytest.mark.parametrize("dims", list(itertools.product(range(3), range(3))))
-def test_vmap(rng, dims):
-    mapped, out = dims
-    x = rng.standard_normal((4, 35, 66)).astype(np.float32)
-    batched = jax.jit(jax.vmap(jtk.transpose, in_axes=mapped, out_axes=out))(x)
-    assert_same_bits(batched, np.moveaxis(np.moveaxis(x, mapped, 0).transpose(0, 2, 1), 0, out))
-
-
-def test_vmap_of_vmap(rng):
-    x = rng.standard_normal((3, 34, 2, 70)).astype(np.float32)
-    twice = jax.vmap(jax.vmap(jtk.transpose, in_axes=1), in_axes=0)
-    assert_same_bits(jax.jit(twice)(x), x.transpose(0, 2, 3, 1))
-
-
-def test_derivatives_to_second_order(rng):
-    x = rng.standard_normal((4, 3, 5)).astype(np.float32)
-    check_derivatives(lambda x: jtk.transpose(jnp.sin(x), (2, 0, 1)), (x,))
 
 
 def test_jvp_and_vjp_are_transposes_themselves(rng):
