@@ -51,8 +51,12 @@ def segments(draw: Draw, name: str) -> Call:
             each = np.where(belongs[..., None], wide(x)[:, None], neutral)
             return [compared(result, reduce(each, 0, initial=neutral), 0)]
         if name == "segment_prod":
-            value = np.where(belongs[..., None], wide(x)[:, None], 1).prod(0)
-            return [compared(result, value, 2 * (edges + 1) * unit(dtype) * np.abs(value))]
+            factors = np.where(belongs[..., None], wide(x)[:, None], 1)
+            value = factors.prod(0)
+            # A part of the product may underflow, and the other factors are larger than 1.
+            lost = 2.0**-126 * np.maximum(np.abs(factors), 1).prod(0)
+            slack = 2 * (edges + 1) * (unit(dtype) * np.abs(value) + lost)
+            return [compared(result, value, slack)]
         value, magnitude, _ = einsum("es,ec->sc", belongs.astype(float), wide(x))
         count_of_each = np.maximum(belongs.sum(0), 1)[:, None] if name == "segment_mean" else 1
         slack = (edges + 2) * unit(dtype) * magnitude / count_of_each
