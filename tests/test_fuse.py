@@ -52,6 +52,14 @@ def assert_same(found, expected, tolerance=1e-5):
     assert_close(found, expected, tolerance)
 
 
+def compiled_products(call, caplog):
+    """The number of programs of fused products that a call compiles."""
+    caplog.clear()
+    with jax.log_compiles():
+        call()
+    return sum(f"Compiling jit({FUSED})" in x.getMessage() for x in caplog.records)
+
+
 def layer(x, w, b):
     return jax.nn.gelu(x @ w + b)
 
@@ -457,6 +465,37 @@ def test_methods_of_linen(operands, model, transform):
     assert_same(found, step(Linen()))
     applied = functools.partial(model.apply, train=False)
     assert names(applied, found[0], x).count(FUSED) == 2
+
+
+@pytest.mark.parametrize("model", [FusedInside(), FusedOutside()])
+def test_calls_of_linen_outside_of_jit_are_compiled_once(operands, model, caplog):
+    x = operands[0]
+    variables = model.init(jax.random.key(0), x, train=False)
+
+    def step():
+        return jax.value_and_grad(lambda v: model.apply(v, x, train=False).sum())(variables)
+
+    step()
+    assert compiled_products(step, caplog) == 0
+
+
+def test_calls_of_methods_outside_of_jit_are_compiled_once_for_each_constant(operands, caplog):
+    class Model:
+        def __init__(self, scale):
+            self.scale = scale
+
+        @jtk.fuse
+        def __call__(self, x, w):
+            return jax.nn.relu(x @ w * self.scale)
+
+    x, w, *_ = operands
+
+    def step(scale):
+        assert_same(Model(scale)(x, w), jax.nn.relu(x @ w * scale))
+
+    for scale in (2.0, -3.0):
+        step(scale)
+        assert compiled_products(lambda scale=scale: step(scale), caplog) == 0
 
 
 def test_setup_of_linen(operands):

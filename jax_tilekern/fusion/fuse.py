@@ -57,8 +57,8 @@ def fuse(
         too; the insides of ``shard_map`` and of kernels are not.
     static_argnums, static_argnames
         Arguments that are no arrays, as for ``jax.jit``. They need not be named: without a name
-        such an argument, for example ``self``, is traced as it is at each call. Only inside a
-        ``jax.jit`` does this cost nothing.
+        such an argument, for example ``self``, is traced as it is at each call, and equal
+        products have one compiled program. Only inside a ``jax.jit`` does this cost nothing.
 
     Returns
     -------

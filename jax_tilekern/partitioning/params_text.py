@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
+from jax_tilekern.interop import compat
 from jax_tilekern.plans.contraction import Contraction
 
 _ENUMS = {
@@ -64,6 +65,29 @@ def is_plain(value: Any) -> bool:
 def to_text(value: Any) -> str:
     """Return the text of a value that consists of the types of parameters."""
     return json.dumps(_encoded(value), sort_keys=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfText:
+    text: str
+    value: Any = dataclasses.field(compare=False)
+
+
+@compat.cached(max_size=1024, trace_context_in_key=False)
+def _first(of_text: _OfText) -> Any:
+    return of_text.value
+
+
+def shared(value: Any) -> Any:
+    """Return one value for all of a registered type that have the same text.
+
+    A value whose data are not plain is returned as it is.
+    """
+    name = type(value).__name__
+    data = _codecs[name].to_data(value) if name in _codecs else None
+    if data is None or not is_plain(data):
+        return value
+    return _first(_OfText(to_text({name: data}), value))
 
 
 def from_text(text: str) -> Any:

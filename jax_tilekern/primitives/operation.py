@@ -34,7 +34,7 @@ from jax_tilekern.interop.global_modes import by_types, by_xla, mode_independent
 from jax_tilekern.interop.outcomes import listed_below, record_choice, record_elsewhere
 from jax_tilekern.interop.primitive import Primitive
 from jax_tilekern.interop.result_types import of_any_size
-from jax_tilekern.partitioning import xla
+from jax_tilekern.partitioning import params_text, xla
 from jax_tilekern.partitioning.agreement import require_agreement
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
 from jax_tilekern.partitioning.local_program import FunctionOfSum
@@ -249,8 +249,14 @@ def define(operation: Operation) -> Callable[..., Any]:
     operation = _mode_independent(operation)
     references[operation.name] = under_traced_settings(_as_list(operation))
     primitive: Any = Primitive(operation.name)
+
+    def evaluate(*operands: Any, **params: Any) -> Any:
+        # Equal functions of two calls have one program. Their derivatives have been taken.
+        params = {name: params_text.shared(x) for name, x in params.items()}
+        return compat.apply_primitive(primitive, *operands, **params)
+
     primitive.multiple_results = operation.several_results
-    primitive.def_impl(functools.partial(compat.apply_primitive, primitive))
+    primitive.def_impl(evaluate)
     primitive.def_abstract_eval(under_traced_settings(_abstract_evaluation(operation)))
 
     def bind(*operands: Any, **params: Any) -> Any:
