@@ -625,6 +625,18 @@ def test_rules_that_cannot_be_attached():
         kernel.deflinear(0, lambda g, x, y: g)
 
 
+def test_rules_and_references_are_functions():
+    for attach, argument in (
+        (lambda: twice(reference=3), "reference"),
+        (lambda: twice().defjvp(3), "defjvp: rule"),
+        (lambda: twice().defvjp(3, max), "defvjp: forward"),
+        (lambda: twice().defvjp(max, 3), "defvjp: backward"),
+        (lambda: twice().deflinear(0, 3), "deflinear: transpose"),
+    ):
+        with pytest.raises(TypeError, match=f"kernel twice: {argument} is 3; it is a function"):
+            attach()
+
+
 def test_wrong_rules(rng):
     x = whole(rng, 3, 4)
     kernel = twice()
@@ -846,6 +858,8 @@ def test_strict_compiles_a_kernel_whose_reference_runs(monkeypatch):
         with strict:
             with pytest.raises(jtk.CompileError, match=r'sm_90a(?s:.)*expected a ";"'):
                 on_cpu(broken)
+            with jtk.policy("xla"):
+                assert on_cpu(broken) == "its reference: no CUDA here"
             with jtk.gpu_target("sm_80"), pytest.raises(jtk.CompileError, match="sm_80 "):
                 on_cpu(broken)
             with pytest.raises(TypeError, match=r"parameter 0 is const double\*"):

@@ -184,6 +184,8 @@ def test_images_of_templates_and_several_kernels():
         jtk.cuda_kernel(cubin, **settings)
     with pytest.raises(jtk.CompileError, match=r"the cubin has no kernel fill<int>, but .*other"):
         jtk.cuda_kernel(cubin, name="fill<int>", **settings).report(gpu="sm_90")
+    with pytest.raises(jtk.CompileError, match="the PTX has no kernel fill, and no other"):
+        jtk.cuda_kernel(".version 8.0", name="fill", **settings).report(gpu="sm_90")
 
 
 def test_parameters_of_images_are_checked_without_a_gpu(compiled):

@@ -111,9 +111,19 @@ def test_what_is_shipped_comes_first_and_is_not_written(tmp_path, store):
     for read in (tuning.load, lambda path: tuning.using(path).__enter__()):
         with pytest.raises(FileNotFoundError):
             read(tmp_path / "none.json")
-        (tmp_path / "bad.json").write_text("[]")
-        with pytest.raises(ValueError, match="not a file of tuned choices"):
-            read(tmp_path / "bad.json")
+        for text, message in (
+            ("[]", "it does not have the fields"),
+            ('{"a": 1}', "it does not have the fields"),
+            ('{"schema": 1, "gpu": "a", "choices": {"a": {}}}', "it does not have the fields"),
+            ('{"schema": 0}', "it has schema 0"),
+            ("text", "Expecting value"),
+        ):
+            (tmp_path / "bad.json").write_text(text)
+            with pytest.raises(ValueError, match=f"not a file of tuned choices: {message}"):
+                read(tmp_path / "bad.json")
+    for wrong in (3, None):
+        with pytest.raises(TypeError, match=f"using: choices is {wrong}; it is TunedChoices or"):
+            tuning.using(wrong).__enter__()
 
 
 # What plans make of it.

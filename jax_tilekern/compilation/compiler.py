@@ -291,7 +291,8 @@ class _ImageRequest(_Request):
         image: Image = self.source
         symbol = image.symbol(self.name)
         if symbol is None:
-            message = f"{image.file} has no kernel {self.name}, but {', '.join(image.names)}"
+            found = f"but {', '.join(image.names)}" if image.names else "and no other"
+            message = f"{image.file} has no kernel {self.name}, {found}"
             raise CompileError(message, "")
         image.check_target(self.arch)
         if image.is_cubin:

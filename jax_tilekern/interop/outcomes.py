@@ -36,10 +36,12 @@ _mode: Setting[Mode] = Setting("mode", "DEFAULT", is_traced=True)
 def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
     """Raise an error where a kernel cannot be compiled, or where there is none for a call.
 
-    Outside of it, a kernel that cannot be compiled is a warning, and XLA's own operation runs. The
-    source of a :func:`jax_tilekern.cuda_kernel` is compiled wherever its call is lowered, also
-    where its ``reference`` runs: for the GPU of :func:`jax_tilekern.gpu_target`, that at hand, or
-    an H100. Without NVRTC it is not compiled there.
+    Outside of it, a kernel of the library that cannot be compiled is a warning, and XLA's own
+    operation runs. The source of a :func:`jax_tilekern.cuda_kernel` that cannot be compiled is
+    always an error where its call is lowered for CUDA. Inside ``strict`` it is compiled wherever
+    its call is lowered, also where its ``reference`` runs: for the GPU of
+    :func:`jax_tilekern.gpu_target`, that at hand, or an H100. Without NVRTC, or with
+    ``policy("xla")``, it is not compiled there.
 
     Holds for the current thread, inside the context. A call that is traced inside raises the error
     wherever it is lowered, also where the context is in a function under ``jax.jit``.
@@ -239,8 +241,12 @@ def record_elsewhere(call: str, ctx: Any) -> None:
     """Record a call that is lowered for a platform without kernels, if a recorder is active."""
     recorder = _active()
     if recorder is not None and recorder.platform not in ("cpu", "cuda"):
-        reason = f"XLA computes every call on {recorder.platform}: kernels are for CPUs and CUDA"
-        recorder.add(call, ctx, recorder.platform, None, reason)
+        recorder.add(call, ctx, recorder.platform, None, why_elsewhere(recorder.platform))
+
+
+def why_elsewhere(platform: str) -> str:
+    """Return why a call has no kernel on a platform without kernels."""
+    return f"XLA computes every call on {platform}: kernels are for CPUs and CUDA"
 
 
 def record_traced_choice(call: str, aval: Any, reason: str) -> None:

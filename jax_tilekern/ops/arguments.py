@@ -20,6 +20,12 @@ def integer(function: str, argument: str, value: Any) -> int:
         raise TypeError(f"{function}: {argument} is {value!r}; it is an integer") from None
 
 
+def check_callable(function: str, argument: str, value: Any) -> None:
+    """Raise a ``TypeError`` unless an argument is a function."""
+    if not callable(value):
+        raise TypeError(f"{function}: {argument} is {value!r}; it is a function")
+
+
 def check_choice(function: str, argument: str, value: Any, choices: Sequence[str]) -> None:
     """Raise a ``ValueError`` unless an argument is one of the choices."""
     if value not in choices:

@@ -18,6 +18,7 @@ from jax_tilekern.compilation.cubin import is_cubin
 from jax_tilekern.compilation.image import Image, is_image
 from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.interop.custom_rules import custom_jvp, custom_vjp
+from jax_tilekern.ops.arguments import check_callable
 from jax_tilekern.ops.kernel_primitive import bind, input_types, tuned_call
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, Use
 from jax_tilekern.ops.kernel_tuning import checked
@@ -141,7 +142,7 @@ def cuda_kernel(
     Raises
     ------
     TypeError
-        If the source is neither a text, nor bytes, nor a path.
+        If the source is neither a text, nor bytes, nor a path, or ``reference`` is no function.
     ValueError
         If bytes are neither PTX nor a cubin, PTX or a cubin has headers, the source has not exactly
         one kernel and there is no ``name``, a header has the name of one of the library's,
@@ -304,7 +305,7 @@ class CudaKernel:
         rule
             ``rule(primals, tangents, **parameters)`` returns the output and its tangent.
         """
-        self._require_no_rule("defjvp")
+        self._check_rules("defjvp", rule=rule)
         self._jvp = rule
         return rule
 
@@ -318,7 +319,7 @@ class CudaKernel:
         backward
             ``backward(residuals, cotangent, **parameters)`` returns a cotangent for each input.
         """
-        self._require_no_rule("defvjp")
+        self._check_rules("defvjp", forward=forward, backward=backward)
         self._vjp = forward, backward
 
     def deflinear(self, inputs: int | Sequence[int], transpose: Callable[..., Any]) -> None:
@@ -336,7 +337,7 @@ class CudaKernel:
             tuple of those of ``inputs``. In the place of these inputs it gets
             ``jax.ShapeDtypeStruct``; ``cotangent`` is a tuple if the kernel returns one.
         """
-        self._require_no_rule("deflinear")
+        self._check_rules("deflinear", transpose=transpose)
         group = (inputs,) if isinstance(inputs, int) else tuple(inputs)
         taken = {i for other in self._settings.linear for i in other}
         if not group or min(group) < 0 or len({*taken, *group}) < len(taken) + len(group):
@@ -369,7 +370,9 @@ class CudaKernel:
         call, _ = tuned_call(arrays, target, settings=self._settings, parameters=static, batches=())
         return KernelReport(call, plan_kernel(call, target))
 
-    def _require_no_rule(self, method: str) -> None:
+    def _check_rules(self, method: str, **rules: Any) -> None:
+        for argument, rule in rules.items():
+            check_callable(f"kernel {self._settings.label}: {method}", argument, rule)
         if self._jvp or self._vjp or (self._settings.linear and method != "deflinear"):
             raise ValueError(f"{self!r} has a derivative already; {method} would be another")
 

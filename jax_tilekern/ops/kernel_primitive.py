@@ -292,7 +292,7 @@ def _plan_elsewhere(
 ) -> Outcome:
     call = None if _is_empty(results) else _call(place, operands, **params)
     reason = "its reference: no CUDA here"
-    if call is not None and outcomes.current() != "DEFAULT":
+    if call is not None and outcomes.current() != "DEFAULT" and why_excluded() is None:
         reason += f"; {_checked_by_compiler(call)}"
     return Rewrite(reason, functools.partial(_reference, **params))
 

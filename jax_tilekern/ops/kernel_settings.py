@@ -14,6 +14,7 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Source
 from jax_tilekern.compilation.image import Image
 from jax_tilekern.interop.global_modes import Modes
+from jax_tilekern.ops.arguments import check_callable
 from jax_tilekern.ops.kernel_sharding import parsed, sharding_rule
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.cuda_kernel import Array, Batch, BatchAxis, KernelCall
@@ -138,6 +139,8 @@ class KernelSettings:
     linear: dict[OperandGroup, Callable[..., Any]]
 
     def __post_init__(self) -> None:
+        if self.reference is not None:
+            check_callable(f"kernel {self.label}", "reference", self.reference)
         if self.batch_axis not in (None, "x", "y", "z"):
             raise ValueError(
                 f"kernel {self.label}: batch_axis is {self.batch_axis!r}, not 'x', 'y', 'z' or None"

@@ -444,13 +444,14 @@ def _on_cuda(
 
 
 def _elsewhere(
-    place: Place, operands: Sequence[Operand], results: Sequence[Any], **call: Any
+    platform: str, place: Place, operands: Sequence[Operand], results: Sequence[Any], **call: Any
 ) -> Outcome | None:
     """Partition a call as on a GPU: XLA's loop would ask all devices whether a lane goes on."""
     avals = (*(x.aval for x in operands), *results)
     if place is not Place.LOCAL and not _has_symbolic_sizes(avals) and not obstacle(place, avals):
         return None
-    return Rewrite("vmap: no CUDA here", functools.partial(_reference, **call))
+    reason = "vmap: no CUDA here" if platform == "cpu" else outcomes.why_elsewhere(platform)
+    return Rewrite(reason, functools.partial(_reference, **call))
 
 
 def _has_symbolic_sizes(avals: Sequence[Any]) -> bool:
@@ -471,7 +472,7 @@ define(
         sharding_rule=_sharding_rule,
         planners={
             "cuda": _on_cuda,
-            **dict.fromkeys(("cpu", "rocm", "tpu"), _elsewhere),
+            **{x: functools.partial(_elsewhere, x) for x in ("cpu", "rocm", "tpu")},
         },
         describe=_describe,
         several_results=True,

@@ -199,9 +199,13 @@ def using(choices: TunedChoices | str | os.PathLike[str]) -> Iterator[TunedChoic
 
     Raises
     ------
+    TypeError
+        When the context is entered: ``choices`` is neither.
     OSError, ValueError
         When the context is entered, as :func:`load`.
     """
+    if not isinstance(choices, TunedChoices | str | os.PathLike):
+        raise TypeError(f"using: choices is {choices!r}; it is TunedChoices or the path of a file")
     if not isinstance(choices, TunedChoices):
         choices = _of_file(Path(choices), Path(choices).read_bytes())
     with _current(choices):
@@ -356,8 +360,11 @@ def _parsed(path: Path, content: bytes) -> tuple[str, dict[str, TunedChoice]]:
             name: TunedChoice(*(entry[x.name] for x in dataclasses.fields(TunedChoice)))
             for name, entry in whole["choices"].items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a file of tuned choices: {error!r}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        why = "it does not have the fields that tuning.export writes"
+        raise ValueError(f"{path} is not a file of tuned choices: {why}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not a file of tuned choices: {error}") from error
 
 
 def _read_folder(folder: Path | None, model: str) -> dict[str, TunedChoice]:
