@@ -70,7 +70,7 @@ def segment_sum(
     bucket_size
         Accepted as JAX has it: sums are accurate without buckets.
     mode
-        What ids out of bounds mean, as in :func:`segment_plan`.
+        What ids out of bounds mean, as in :func:`segment_plan`. A plan has its own mode.
     out_sharding
         Sharding of the result on a mesh with explicit axes.
 
@@ -82,9 +82,10 @@ def segment_sum(
     Raises
     ------
     TypeError
-        If the ids are no integers.
+        If the ids are no array of integers, or a sum or a product is of booleans.
     ValueError
-        If there are not as many ids as edges, or ``num_segments`` is negative.
+        If there are not as many ids as edges, ``num_segments`` is negative, or a plan has another
+        number of segments or another mode.
 
     Examples
     --------
@@ -222,9 +223,10 @@ def segment_reduce(
     Raises
     ------
     TypeError
-        If the function is not one of scalars, or indices are no integers.
+        If the function is not one of scalars, indices are no arrays of integers, or a sum or a
+        product is of booleans.
     ValueError
-        If the arrays' shapes do not fit.
+        If the arrays' shapes do not fit, or a plan has another number of segments or another mode.
 
     Examples
     --------

@@ -171,9 +171,9 @@ def scatter_add(
     Raises
     ------
     TypeError
-        If the indices are no integers.
+        If the indices are no array of integers, or the table and the updates are booleans.
     ValueError
-        If shapes do not fit.
+        If shapes do not fit, or a plan has another mode.
 
     Examples
     --------
