@@ -34,7 +34,7 @@ def einsum(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-    _dot_general: Callable[..., Any] | None = None,
+    _dot_general: Callable[..., Any] = lax.dot_general,
 ) -> Array:
     """Einstein summation, with the semantics of :func:`jax.numpy.einsum`.
 
@@ -75,7 +75,7 @@ def einsum(
     >>> jtk.einsum("bqhd,bkhd->bhqk", q, k).shape
     (2, 3, 5, 7)
     """
-    if _dot_general not in (None, lax.dot_general):
+    if _dot_general is not lax.dot_general:
         # Layers of flax pass the hook of their user.
         return jnp.einsum(
             subscripts,
