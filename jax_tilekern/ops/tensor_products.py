@@ -75,38 +75,21 @@ def einsum(
     >>> jtk.einsum("bqhd,bkhd->bhqk", q, k).shape
     (2, 3, 5, 7)
     """
+    options: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
+    path: dict[str, Any] = {"out": out, "optimize": optimize}
     if _dot_general is not lax.dot_general:
         # Layers of flax pass the hook of their user.
-        return jnp.einsum(
-            subscripts,
-            *operands,
-            out=out,
-            optimize=optimize,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-            _dot_general=_dot_general,
-        )
+        return jnp.einsum(subscripts, *operands, **path, **options, _dot_general=_dot_general)
     # A path of one product has no other order. JAX raises the errors for what is no array.
     of_two = isinstance(subscripts, str) and len(operands) == 2 and all(map(_is_array, operands))
     if of_two and isinstance(optimize, str) and optimize == "auto" and out is None:
-        return _einsum_of_two(
-            subscripts,
-            *operands,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        return _einsum_of_two(subscripts, *operands, **options)
     with patch():
-        return jnp.einsum(
-            subscripts,
-            *operands,
-            out=out,
-            optimize=optimize,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        return jnp.einsum(subscripts, *operands, **path, **options)
 
 
 def _is_array(x: Any) -> bool:
