@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 # Folders of the package; a new one is added here on purpose.
 FOLDERS = {
     "cli", "compilation", "cuda", "epilogue", "fusion", "inspection", "interop", "lanes", "ops",
-    "out_of_core", "partitioning", "patching", "plans", "primitives", "tuning",
+    "out_of_core", "partitioning", "plans", "primitives", "tuning",
 }  # fmt: skip
 SUFFIXES = {".py", ".pyi", ".so", ".cuh"}
 DATA = {

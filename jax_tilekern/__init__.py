@@ -23,6 +23,7 @@ from jax_tilekern.inspection.explain import Explanation, explain
 from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.interop.ffi import FFI_TARGETS, export_checks
 from jax_tilekern.interop.outcomes import FallbackError, strict
+from jax_tilekern.interop.patch import patch
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
@@ -54,7 +55,6 @@ from jax_tilekern.ops.tensor_products import einsum, inner, multi_dot, tensordot
 from jax_tilekern.ops.transpose import transpose
 from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
 from jax_tilekern.optimizers import muon
-from jax_tilekern.patching.patch import patch
 from jax_tilekern.plans.gpu import Gpu, NoGpu, gpu_target
 from jax_tilekern.plans.launch import TensorMap
 from jax_tilekern.plans.policy import policy

@@ -11,7 +11,7 @@ PACKAGE = Path(jax_tilekern.__file__).parent
 LAYERS = [
     {"cli"},
     {"tuning", "out_of_core", "linalg", "optimizers", "fusion"},
-    {"ops", "patching"},
+    {"ops"},
     {"primitives", "epilogue", "lanes"},
     {"partitioning"},
     {"interop", "inspection"},

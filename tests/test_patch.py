@@ -490,7 +490,7 @@ def test_a_pallas_kernel_keeps_its_products():
 @pytest.fixture
 def not_installed(monkeypatch):
     """As in a process that has not called ``patch`` yet."""
-    module = sys.modules["jax_tilekern.patching.patch"]
+    module = sys.modules["jax_tilekern.interop.patch"]
     with jtk.patch():
         pass
     for primitive in module._REPLACEMENTS:

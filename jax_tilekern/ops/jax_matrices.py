@@ -16,9 +16,9 @@ from jax import Array
 from jax_tilekern.interop import outcomes
 from jax_tilekern.interop.global_modes import intercept, intercepting
 from jax_tilekern.interop.originals import lax
+from jax_tilekern.interop.patch import patch
 from jax_tilekern.ops import decompositions, matrices
 from jax_tilekern.ops.matrix_kernels import refusal, refusal_to_decompose
-from jax_tilekern.patching.patch import patch
 from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.scope import Function
 

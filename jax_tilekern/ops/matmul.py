@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tilekern.epilogue.scalar_function import Role
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp, lax
+from jax_tilekern.interop.patch import replace
 from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
@@ -373,3 +374,6 @@ def _without(x: Array, labels: tuple[int, ...], dropped: set[int]) -> tuple[Arra
     """Squeeze the dropped labels' dimensions."""
     axes = [i for i, label in enumerate(labels) if label in dropped]
     return lax.squeeze(x, axes), tuple(label for label in labels if label not in dropped)
+
+
+replace(compat.dot_general_p, dot_general)

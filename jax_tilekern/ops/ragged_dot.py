@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tilekern.epilogue.scalar_function import Role
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import lax
+from jax_tilekern.interop.patch import replace
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.groups import group_bounds
@@ -355,3 +356,6 @@ def _check_sizes(group_sizes: ArrayLike, rows: int, offset: ArrayLike | None, co
         jax.debug.callback(check, *values)
     else:
         check(*values)
+
+
+replace(compat.ragged_dot_general_p, ragged_dot_general)

@@ -17,11 +17,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp, lax
+from jax_tilekern.interop.patch import patch
 from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import swapped_precision
-from jax_tilekern.patching.patch import patch
 from jax_tilekern.plans.contraction import Contraction
 
 

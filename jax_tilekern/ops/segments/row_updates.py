@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.global_modes import by_xla, intercepting
+from jax_tilekern.interop.patch import replace
 from jax_tilekern.ops.segments.edges import neutral_element, value_dtype
 from jax_tilekern.ops.segments.functions import combined, reduced
 from jax_tilekern.ops.segments.plan import segment_plan
@@ -281,3 +282,6 @@ _bind = define(
         composed=by_segments,
     )
 )
+
+for _name, _primitive in SCATTERS.items():
+    replace(_primitive, functools.partial(scatter, _name))

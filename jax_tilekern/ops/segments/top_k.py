@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import lax
+from jax_tilekern.interop.patch import replace
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule
@@ -143,3 +144,14 @@ _bind = define(
         describe=lambda k: f"top {k}",
     )
 )
+
+
+def _in_place_of_jax(operand: Array, *, k: Any, axis: int, **params: Any) -> Sequence[Array]:
+    if not isinstance(k, int) or axis != operand.ndim - 1:
+        results: Sequence[Array] = lax.top_k_p.bind(operand, k=k, axis=axis, **params)
+        return results
+    # Among equals the first comes first, which JAX's may leave open.
+    return list(top_k(operand, k))
+
+
+replace(lax.top_k_p, _in_place_of_jax)

@@ -2,27 +2,22 @@
 
 Every product of ``jax.numpy``, of ``jax.lax`` and of ``@`` is bound through one of two primitives,
 ``dot_general`` and ``ragged_dot_general``, and reductions to segments and derivatives of gathers
-are scatters. So primitives are intercepted, and no name in JAX is changed.
+are scatters. So primitives are intercepted, and no name in JAX is changed. The modules of the
+operations say which primitives they replace, by :func:`replace`.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax import Array
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import intercept, intercepting, release
 from jax_tilekern.interop.originals import lax
-from jax_tilekern.ops.matmul import dot_general
-from jax_tilekern.ops.ragged_dot import ragged_dot_general
-from jax_tilekern.ops.segments.row_updates import SCATTERS, scatter
-from jax_tilekern.ops.segments.top_k import top_k
 from jax_tilekern.scope import scoped
 
 
@@ -77,20 +72,14 @@ def patch() -> Iterator[None]:
         yield
 
 
-def _top_k(operand: Array, *, k: Any, axis: int, **params: Any) -> Sequence[Array]:
-    if not isinstance(k, int) or axis != operand.ndim - 1:
-        results: Sequence[Array] = lax.top_k_p.bind(operand, k=k, axis=axis, **params)
-        return results
-    # Among equals the first comes first, which JAX's may leave open.
-    return list(top_k(operand, k))
+_REPLACEMENTS: dict[compat.Primitive, Callable[..., Any]] = {}
 
 
-_REPLACEMENTS: dict[compat.Primitive, Callable[..., Any]] = {
-    compat.dot_general_p: dot_general,
-    compat.ragged_dot_general_p: ragged_dot_general,
-    **{primitive: functools.partial(scatter, name) for name, primitive in SCATTERS.items()},
-    lax.top_k_p: _top_k,
-}
+def replace(primitive: compat.Primitive, replacement: Callable[..., Any]) -> None:
+    """Let ``primitive`` trace to ``replacement``, which takes its parameters, inside ``patch``."""
+    _REPLACEMENTS[primitive] = replacement
+
+
 _installing = threading.Lock()
 _installed = False
 

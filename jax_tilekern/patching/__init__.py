@@ -1,1 +1,0 @@
-"""``patch`` makes JAX's own products trace to the library's."""
