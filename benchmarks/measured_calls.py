@@ -21,8 +21,9 @@ from benchmarks.calls.row import Row
 from benchmarks.records.record import timed
 from benchmarks.records.record_file import load_record
 from benchmarks.samples.sample import draw_sample
+from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.ops import planned_kernel
-from jax_tilekern.plans.gpu import Gpu, gpu_target
+from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.policy import PolicyChoice, choice
 from jax_tilekern.plans.policy.choice import Device
 from jax_tilekern.plans.policy.workload import Workload

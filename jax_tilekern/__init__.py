@@ -22,6 +22,7 @@ from jax_tilekern.inspection.cost import cost_analysis
 from jax_tilekern.inspection.explain import Explanation, explain
 from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.interop.ffi import FFI_TARGETS, export_checks
+from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.interop.outcomes import FallbackError, strict
 from jax_tilekern.interop.patch import patch
 from jax_tilekern.ops.add import add
@@ -37,6 +38,9 @@ from jax_tilekern.ops.quantize import quantize
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.scaled_matmul import scaled_matmul
 from jax_tilekern.ops.scaled_ragged_dot import scaled_ragged_dot
+
+# Loaded for what it replaces inside patch().
+from jax_tilekern.ops.segments import row_updates as _row_updates  # noqa: F401
 from jax_tilekern.ops.segments.functions import (
     segment_max,
     segment_mean,
@@ -55,7 +59,7 @@ from jax_tilekern.ops.tensor_products import einsum, inner, multi_dot, tensordot
 from jax_tilekern.ops.transpose import transpose
 from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
 from jax_tilekern.optimizers import muon
-from jax_tilekern.plans.gpu import Gpu, NoGpu, gpu_target
+from jax_tilekern.plans.gpu import Gpu, NoGpu
 from jax_tilekern.plans.launch import TensorMap
 from jax_tilekern.plans.policy import policy
 from jax_tilekern.tuning.tuner import tune

@@ -15,8 +15,8 @@ from products import H100
 
 import jax_tilekern as jtk
 from jax_tilekern.interop import ffi
+from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.ops import planned_kernel
-from jax_tilekern.plans.gpu import gpu_target
 from jax_tilekern.primitives import operation
 
 # Few CTAs have several tiles each.

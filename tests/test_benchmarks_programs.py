@@ -10,7 +10,7 @@ from products import BF16, E4M3, F32, H100
 
 from benchmarks import fp8, moe, programs, symmetric
 from benchmarks.command_line import main
-from jax_tilekern.plans.gpu import gpu_target
+from jax_tilekern.interop.gpu_target import gpu_target
 
 # The wheel does not hold what is tested here: see tests/README.md.
 pytestmark = pytest.mark.thorough

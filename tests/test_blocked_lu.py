@@ -13,7 +13,8 @@ from plan_buffers import assert_within_buffers
 
 import jax_tilekern as jtk
 from jax_tilekern import linalg
-from jax_tilekern.plans.gpu import gpu_target, known_gpu
+from jax_tilekern.interop.gpu_target import gpu_target
+from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.linalg.blocked_lu_plans import plan_inverse, plan_solution
 

@@ -6,8 +6,9 @@ import pytest
 from nvrtc_mark import require_nvrtc
 from small_products import SIZES, SIZES_ACROSS_K, TYPES, random_product
 
+from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.plans.gemm.small.candidates import small_candidates
-from jax_tilekern.plans.gpu import gpu_target, known_gpu
+from jax_tilekern.plans.gpu import known_gpu
 
 require_nvrtc()
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from small_products import ACROSS_K, SIZES, SIZES_ACROSS_K, SPECS, TYPES, bound, random_product
 
+from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.plans.gemm.small.candidates import small_candidates
-from jax_tilekern.plans.gpu import gpu_target, known_gpu
+from jax_tilekern.plans.gpu import known_gpu
 
 pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 # Types whose elements are packed to words.

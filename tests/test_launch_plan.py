@@ -19,8 +19,9 @@ from jax.interpreters import mlir
 
 from jax_tilekern.compilation.compiler import Entry
 from jax_tilekern.interop import ffi
+from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.plans import gpu as gpu_module
-from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu, gpu_target, known_gpu
+from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu, known_gpu
 from jax_tilekern.plans.launch import (
     Buffer,
     Launch,

@@ -10,7 +10,7 @@ from jax import export
 
 import jax_tilekern as jtk
 from jax_tilekern import _core
-from jax_tilekern.plans.gpu import gpu_target
+from jax_tilekern.interop.gpu_target import gpu_target
 
 W = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
 

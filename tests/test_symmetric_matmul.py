@@ -16,10 +16,11 @@ from products import BF16, F16, F32, H100, INT32, TYPES, row_major
 from sharded import AUTO, devices, mesh_of
 
 import jax_tilekern as jtk
+from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.plans.gemm import select
 from jax_tilekern.plans.gemm.problem import SymmetricProduct
 from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
-from jax_tilekern.plans.gpu import current_gpu, gpu_target
+from jax_tilekern.plans.gpu import current_gpu
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
 

@@ -18,7 +18,8 @@ from sharded import AUTO, devices
 
 import jax_tilekern as jtk
 from jax_tilekern import scope, tuning
-from jax_tilekern.plans.gpu import gpu_target, known_gpu
+from jax_tilekern.interop.gpu_target import gpu_target
+from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.tuned import XLA, TunedChoice, TunedChoices
 
 X = jnp.ones((64, 64))

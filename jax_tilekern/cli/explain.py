@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from jax_tilekern.cli.product_call import add_product_arguments, product_calls
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.inspection.explain import Explanation, explain
+from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.interop.outcomes import Choice
-from jax_tilekern.plans.gpu import gpu_target
 
 HELP = "show which kernel computes a product, and why"
 

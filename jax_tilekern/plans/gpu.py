@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from jax_tilekern.scope import Setting, scoped
+from jax_tilekern.scope import Setting
 
 # Architectures some of whose MMA instructions exist only in the architecture-specific instruction
 # set (wgmma and setmaxnreg on 9.0, tcgen05 on 10.x and 11.0, block scales on 12.x). A cubin for the
@@ -192,7 +192,8 @@ KNOWN_GPUS = (
     _T4, _A100, _A10, _RTX_4090, _H100, _H200, _B200, _B300, _THOR, _RTX_5090, _GB10,
 )  # fmt: skip
 
-_target: Setting[Gpu | None] = Setting("GPU", None)
+# The GPU that a context names to plan for.
+target: Setting[Gpu | None] = Setting("GPU", None)
 
 
 def known_gpu(name: str) -> Gpu:
@@ -219,61 +220,24 @@ def known_gpu(name: str) -> Gpu:
     raise ValueError(f"no GPU is known for {name!r}; known are {known}")
 
 
-@scoped
-def gpu_target(gpu: Gpu | str) -> Iterator[Gpu]:
-    """Plan and lower for ``gpu`` inside the context, whatever this machine has.
-
-    For ahead-of-time lowering and tests. Holds for the current thread; trace and lower inside.
-
-    Parameters
-    ----------
-    gpu
-        A :class:`Gpu`, or an architecture or model such as ``"sm_90"`` or ``"H100"``.
-
-    Raises
-    ------
-    TypeError
-        If ``gpu`` is neither a :class:`Gpu` nor a name.
-    ValueError
-        If no model of that name is known.
-    RuntimeError
-        In a function that is traced: the whole program is for one GPU.
-    """
-    # The layer above this one.
-    from jax_tilekern.interop.compat import in_traced_program
-
-    if in_traced_program():
-        raise RuntimeError(
-            "gpu_target is entered in a function that JAX traces, and left before the program is "
-            "lowered; enter it around jax.jit(...).lower(...), jax.export or explain"
-        )
-    if not isinstance(gpu, Gpu | str):
-        raise TypeError(
-            f"gpu_target takes a jax_tilekern.Gpu, or a name such as 'H100' or 'sm_90', not {gpu!r}"
-        )
-    chosen = known_gpu(gpu) if isinstance(gpu, str) else gpu
-    with _target(chosen):
-        yield chosen
-
-
 def target_is_set() -> bool:
-    """Return whether :func:`gpu_target` has named the GPU to plan for."""
-    return _target.value is not None
+    """Return whether :func:`~jax_tilekern.gpu_target` has named the GPU to plan for."""
+    return target.value is not None
 
 
 @contextmanager
 def planning_beside_collectives() -> Iterator[None]:
     """Inside the context, :func:`current_gpu` shares its SMs with collective operations."""
-    found = _target.value or _visible_gpu()
+    found = target.value or _visible_gpu()
     if isinstance(found, str):
         yield
         return
-    with _target(dataclasses.replace(found, beside_collectives=True)):
+    with target(dataclasses.replace(found, beside_collectives=True)):
         yield
 
 
 def current_gpu() -> Gpu:
-    """Return the GPU to plan for: the target of :func:`gpu_target`, else this process's own.
+    """Return the GPU to plan for: the target of ``gpu_target``, else this process's own.
 
     Raises
     ------
@@ -283,14 +247,14 @@ def current_gpu() -> Gpu:
     why = why_no_gpu()
     if why is not None:
         raise NoGpu(why)
-    found = _target.value or _visible_gpu()
+    found = target.value or _visible_gpu()
     assert isinstance(found, Gpu)
     return found
 
 
 def why_no_gpu() -> str | None:
     """Return why :func:`current_gpu` raises :class:`NoGpu`, or ``None`` if it does not."""
-    found = _target.value or _visible_gpu()
+    found = target.value or _visible_gpu()
     if isinstance(found, Gpu):
         return None
     return f'{found}; name the GPU to plan for, as in jax_tilekern.gpu_target("H100")'
