@@ -7,7 +7,7 @@ import jax_tilekern
 
 PACKAGE = Path(jax_tilekern.__file__).parent
 
-# A folder imports from itself and from the folders below it when it is loaded.
+# A folder imports from itself and from the folders below it.
 LAYERS = [
     {"cli"},
     {"tuning", "out_of_core", "linalg", "optimizers", "fusion"},
@@ -22,8 +22,8 @@ LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in fol
 
 
 def _imports(file):
-    """The folders of the package that a file imports when it is loaded."""
-    for node in ast.parse(file.read_text()).body:
+    """The folders of the package that a file imports."""
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = (
                 [f"{node.module}.{alias.name}" for alias in node.names]

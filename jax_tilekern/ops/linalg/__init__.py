@@ -1,0 +1,1 @@
+"""Linear algebra: batches of small matrices, and large ones in blocks."""
