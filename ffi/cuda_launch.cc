@@ -34,7 +34,7 @@ class CallSite {
  public:
   static XLA_FFI_TypeId id;
 
-  // The plan drops the texts of its cubins, which view attributes that XLA owns.
+  // The plan drops its cubins, which view attributes that XLA owns.
   CallSite(LaunchPlan plan, std::vector<std::shared_ptr<Cubin>> cubins)
       : plan_(std::move(plan)), cubins_(std::move(cubins)) {
     plan_.cubins.clear();
@@ -147,13 +147,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary attributes) 
   ffi::ErrorOr<LaunchPlan> plan = ReadLaunchPlan(attributes);
   if (!plan.has_value()) return ffi::Unexpected(plan.error());
   std::vector<std::shared_ptr<Cubin>> cubins;
-  for (const PackedCubin& packed : plan->cubins) {
-    Or<std::shared_ptr<Cubin>> cubin = Cubin::Share(packed);
-    if (const auto* why = std::get_if<std::string>(&cubin)) {
-      return ffi::Unexpected(ffi::Error::InvalidArgument(plan->Text() + ": " + *why));
-    }
-    cubins.push_back(std::get<std::shared_ptr<Cubin>>(std::move(cubin)));
-  }
+  for (const std::string_view image : plan->cubins) cubins.push_back(Cubin::Share(image));
   return std::make_unique<CallSite>(std::move(*plan), std::move(cubins));
 }
 

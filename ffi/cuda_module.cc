@@ -5,7 +5,7 @@
 namespace tilekern {
 namespace {
 
-// Every live cubin by its packed text, which the key views. The registry is never destroyed; see
+// Every live cubin by its image, which the key views. The registry is never destroyed; see
 // GetDriver.
 struct Registry {
   std::mutex mutex;
@@ -19,18 +19,16 @@ Registry& GetRegistry() {
 
 }  // namespace
 
-Or<std::shared_ptr<Cubin>> Cubin::Share(const PackedCubin& packed) {
+std::shared_ptr<Cubin> Cubin::Share(std::string_view image) {
   Registry& registry = GetRegistry();
   std::lock_guard lock(registry.mutex);
-  const auto entry = registry.cubins.find(packed.text);
+  const auto entry = registry.cubins.find(image);
   if (entry != registry.cubins.end()) {
     if (std::shared_ptr<Cubin> cubin = entry->second.lock()) return cubin;
     registry.cubins.erase(entry);  // its key views a cubin that is being destroyed
   }
-  std::optional<std::string> image = Unpack(packed);
-  if (!image) return "the packed cubin of " + std::to_string(packed.bytes) + " bytes is damaged";
-  std::shared_ptr<Cubin> cubin(new Cubin(packed.text, *std::move(image)));
-  registry.cubins.emplace(cubin->packed_, cubin);
+  std::shared_ptr<Cubin> cubin(new Cubin(image));
+  registry.cubins.emplace(cubin->image_, cubin);
   return cubin;
 }
 
@@ -54,7 +52,7 @@ Cubin::~Cubin() {
   {
     Registry& registry = GetRegistry();
     std::lock_guard lock(registry.mutex);
-    const auto entry = registry.cubins.find(packed_);
+    const auto entry = registry.cubins.find(image_);
     // Another thread may have inserted a new object of the same cubin in the meantime.
     if (entry != registry.cubins.end() && entry->second.expired()) registry.cubins.erase(entry);
   }

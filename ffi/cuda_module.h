@@ -5,19 +5,16 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "cuda_driver.h"
-#include "packed_cubin.h"
 
 namespace tilekern {
 
 class Cubin {
  public:
-  // Returns the one object for a cubin, so that call sites of the same kernel share a module, or an
-  // error if it cannot be unpacked.
-  static Or<std::shared_ptr<Cubin>> Share(const PackedCubin& packed);
+  // Returns the one object for a cubin, so that call sites of the same kernel share a module.
+  static std::shared_ptr<Cubin> Share(std::string_view image);
 
   ~Cubin();
   Cubin(const Cubin&) = delete;
@@ -34,9 +31,9 @@ class Cubin {
     CUmodule module;
   };
 
-  Cubin(std::string_view packed, std::string image) : packed_(packed), image_(std::move(image)) {}
+  explicit Cubin(std::string_view image) : image_(image) {}
 
-  const std::string packed_, image_;
+  const std::string image_;
   std::mutex mutex_;
   std::vector<Loaded> loaded_;
 };

@@ -218,8 +218,7 @@ ffi::ErrorOr<LaunchPlan> ReadLaunchPlan(const ffi::Dictionary& attributes) {
   plan.arch = reader.Text("arch");
   Reader cubins = reader.Nested("cubins");
   for (size_t i = 0; i < cubins.size(); ++i) {
-    Reader cubin = cubins.Nested(std::to_string(i));
-    plan.cubins.push_back({cubin.Number<size_t>("bytes"), cubin.Text("packed")});
+    plan.cubins.push_back(cubins.Bytes(std::to_string(i)));
   }
   plan.alignments = reader.Numbers<uint64_t>("alignments");
   for (uint64_t alignment : plan.alignments) {

@@ -10,7 +10,6 @@
 #include <variant>
 #include <vector>
 
-#include "packed_cubin.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace tilekern {
@@ -76,7 +75,7 @@ struct Exchange {
 struct LaunchPlan {
   std::string name;
   std::string arch;
-  std::vector<PackedCubin> cubins;  // their texts are views of attributes
+  std::vector<std::string_view> cubins;  // views of attributes
   std::vector<uint64_t> alignments;
   std::vector<Launch> launches;
   std::optional<Exchange> exchange;

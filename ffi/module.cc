@@ -7,7 +7,6 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
-#include <optional>
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
@@ -15,7 +14,6 @@
 #include "cpu/matmul.h"
 #include "cuda_driver.h"
 #include "handlers.h"
-#include "packed_cubin.h"
 
 namespace nb = nanobind;
 namespace tk = tilekern;
@@ -112,12 +110,6 @@ tk::Or<std::pair<int, int>> DriverVersion() {
   return std::pair(version / 1000, version % 1000 / 10);
 }
 
-nb::bytes UnpackCubin(const std::string& packed, size_t bytes) {
-  const std::optional<std::string> cubin = tk::Unpack({bytes, packed});
-  if (!cubin) throw std::invalid_argument("the packed cubin is damaged");
-  return nb::bytes(cubin->data(), cubin->size());
-}
-
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -143,8 +135,6 @@ NB_MODULE(_core, m) {
         "The newest CUDA version that the driver supports, or why there is no driver.");
   m.def("why_no_peer_access", &tk::WhyNoPeerAccess,
         "Why not every GPU of this process can access the memory of every other, or nothing.");
-  m.def("unpack_cubin", &UnpackCubin, nb::arg("packed"), nb::arg("bytes"),
-        "Unpack a cubin of `bytes` bytes as the launch handler does; for tests.");
 
   m.def("cpu_matmul_kernel", &CpuMatmulKernel, nb::arg("lhs"), nb::arg("rhs"), nb::arg("out"),
         nb::kw_only(), nb::arg("sizes"), nb::arg("lhs_strides"), nb::arg("rhs_strides"),

@@ -48,9 +48,6 @@ def why_no_peer_access() -> str:
     Why not every GPU of this process can access the memory of every other, or nothing.
     """
 
-def unpack_cubin(packed: str, bytes: int) -> bytes:
-    """A cubin of so many bytes as the launch handler unpacks it; for tests."""
-
 def cpu_matmul_kernel(lhs: str, rhs: str, out: str, *, sizes: Sequence[int], lhs_strides: Sequence[int], rhs_strides: Sequence[int], out_strides: Sequence[int]) -> str:
     """
     The kernel of a CPU product, from its types and the custom call's attributes.

@@ -1,12 +1,10 @@
-"""A compiled kernel: its description from the cubin and from ptxas, and the packed cubin."""
+"""A compiled kernel: its description from the cubin and from ptxas."""
 
 from __future__ import annotations
 
-import base64
 import functools
 import re
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -171,13 +169,6 @@ def demangled(symbol: str) -> str | None:
         return ctypes.string_at(text).decode()
     finally:
         ctypes.CDLL(None).free(ctypes.c_void_p(text))
-
-
-@functools.lru_cache(maxsize=256)
-def packed(cubin: bytes) -> str:
-    """Return a cubin as the text that ``ffi/packed_cubin.cc`` unpacks: deflated, in base85."""
-    deflate = zlib.compressobj(wbits=-zlib.MAX_WBITS)
-    return base64.b85encode(deflate.compress(cubin) + deflate.flush()).decode()
 
 
 def _section(image: bytes, name: str) -> bytes:

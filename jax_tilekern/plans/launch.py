@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from jax_tilekern.compilation.cubin import packed
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -634,7 +632,7 @@ class LaunchPlan:
         return {
             "name": self.name,
             "arch": self.gpu.arch,
-            "cubins": _numbered({"bytes": len(cubin), "packed": packed(cubin)} for cubin in cubins),
+            "cubins": {str(i): np.frombuffer(cubin, np.uint8) for i, cubin in enumerate(cubins)},
             "alignments": np.array(self.alignments + workspaces, np.int64),
             "launches": _numbered(launches),
             **({"exchange": self.exchange.attributes()} if self.exchange else {}),

@@ -23,6 +23,5 @@ void CheckHostileCalls(Counts& counts);                             // hostile_c
 void CheckHostileRaggedCalls(Counts& counts);                       // hostile_ragged_calls.cc
 void CheckHostileArrayCalls(Counts& counts);                        // hostile_array_calls.cc
 void CheckHostilePlans(Counts& counts);                             // hostile_plans.cc
-void CheckHostileCubins(Counts& counts);                            // hostile_cubins.cc
 void CheckBranches(Counts& counts);                                 // branches.cc
 void CheckOverlap(Counts& counts);                                  // overlap.cc

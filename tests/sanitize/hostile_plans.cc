@@ -9,12 +9,6 @@
 
 namespace {
 
-// What it packs is not looked at before a call site is made.
-Attribute Cubin(int64_t bytes) {
-  return Attribute::Members(
-      {{"bytes", Attribute::Number(bytes)}, {"packed", Attribute::Text("packed")}});
-}
-
 std::map<std::string, Attribute> GoodPlan() {
   const auto buffer = Attribute::Members(
       {{"buffer", Attribute::Number(0)}, {"offset_bytes", Attribute::Number(0)}});
@@ -73,7 +67,8 @@ std::map<std::string, Attribute> GoodPlan() {
       {"exchange", exchange},
       {"alignments", Attribute::Numbers({16, 4})},
       {"arch", Attribute::Text("sm_90a")},
-      {"cubins", Attribute::Members({{"0", Cubin(4)}, {"1", Cubin(64)}})},
+      {"cubins",
+       Attribute::Members({{"0", Attribute::Bytes({1})}, {"1", Attribute::Bytes({2, 3})}})},
       {"launches",
        Attribute::Members(
            {{"0", launch}, {"1", launch}, {"2", overlapping}, {"3", branching}, {"4", joining}})},
@@ -87,7 +82,7 @@ std::string Read(const std::map<std::string, Attribute>& attributes) {
   if (!plan.has_value()) return plan.error().message();
   std::string seen = plan->Text();
   for (const tilekern::Launch& launch : plan->launches) {
-    seen += launch.Text() + std::string(plan->cubins.at(launch.cubin).text);
+    seen += launch.Text() + std::string(plan->cubins.at(launch.cubin));
     for (uint64_t repeats : launch.repeats) seen += std::to_string(repeats);
   }
   return seen.empty() ? "no text" : std::string();

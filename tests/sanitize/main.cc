@@ -9,7 +9,6 @@ int main(int argc, char** argv) {
   Counts counts;
   if (!threads_only) {
     CheckHostilePlans(counts);
-    CheckHostileCubins(counts);
     CheckBranches(counts);
     CheckHostileCalls(counts);
     CheckHostileRaggedCalls(counts);
