@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,11 +29,10 @@ from jax_tilekern.ops.fused_lowering import epilogue_of
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.arithmetic import BF16, F32, FP8
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Product, ScaledProduct, Scales
+from jax_tilekern.plans.gemm.problem import Product, Scales
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
-from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedScaledProduct
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.quantize import BLOCK
@@ -122,11 +121,10 @@ def _candidates(m: int, n: int, k: int, by_row: bool) -> dict[str, Callable[...,
         return {}
     blocks = math.ceil(k / BLOCK)
     of_rhs = Scales(1, (), 1, n) if by_row else Scales(BLOCK, (), blocks, 1)
-    product = ScaledProduct(
-        MatmulGeometry((), m, n, k, (k, 1), (1, k), (n, 1)), FP8[0], FP8[0], BF16, "fp8",
-        lhs_scales=Scales(1, (), 1, m), rhs_scales=of_rhs,
-    )  # fmt: skip
-    found = scaled_candidates(product, current_gpu())
+    geometry = MatmulGeometry((), m, n, k, (k, 1), (1, k), (n, 1))
+    scales = Scales(1, (), 1, m), of_rhs
+    product = Product(geometry, FP8[0], FP8[0], BF16, "fp8", scales=scales)
+    found = wgmma_candidates(product, current_gpu())
     if isinstance(found, NoKernel):
         return {}
     best = sorted(found, key=lambda candidate: candidate.cycles)[:_CANDIDATES]
@@ -209,10 +207,10 @@ def _grouped_candidates(groups: int, m: int, n: int, k: int) -> dict[str, Callab
         return {}
     blocks = math.ceil(k / BLOCK)
     geometry = MatmulGeometry((groups,), m, n, k, (0, k, 1), (n * k, 1, k), (0, n, 1))
-    product = GroupedScaledProduct(
-        GroupedGeometry(geometry, "m", ()), FP8[0], FP8[0], BF16, "fp8",
-        lhs_scales=Scales(1, (0,), 1, m),
-        rhs_scales=Scales(BLOCK, (math.ceil(n / BLOCK) * blocks,), blocks, 1),
+    of_rhs = Scales(BLOCK, (math.ceil(n / BLOCK) * blocks,), blocks, 1)
+    product = Product(
+        GroupedGeometry.of(geometry, "m", ()), FP8[0], FP8[0], BF16, "fp8",
+        scales=(Scales(1, (0,), 1, m), of_rhs),
     )  # fmt: skip
     found = grouped_wgmma_candidates(product, current_gpu())
     if isinstance(found, NoKernel):
@@ -345,18 +343,12 @@ def _quantizing_candidates(m: int, n: int, k: int, scaled: bool) -> dict[str, Ca
         batch=(), m=m, products=1, ragged=None,
     )  # fmt: skip
     geometry = MatmulGeometry((), m, n, k, (k, 1), (1, k), (n, 1))
-    found: Sequence[Candidate] | NoKernel
     if scaled:
-        found = scaled_candidates(
-            ScaledProduct(
-                geometry, FP8[0], FP8[0], BF16, "fp8", epilogue,
-                lhs_scales=Scales(1, (), 1, m),
-                rhs_scales=Scales(BLOCK, (), math.ceil(k / BLOCK), 1),
-            ),
-            gpu,
-        )  # fmt: skip
+        scales = Scales(1, (), 1, m), Scales(BLOCK, (), math.ceil(k / BLOCK), 1)
+        product = Product(geometry, FP8[0], FP8[0], BF16, "fp8", epilogue, scales=scales)
     else:
-        found = wgmma_candidates(Product(geometry, BF16, BF16, BF16, "bf16", epilogue), gpu)
+        product = Product(geometry, BF16, BF16, BF16, "bf16", epilogue)
+    found = wgmma_candidates(product, gpu)
     if isinstance(found, NoKernel):
         return {}
     results = [

@@ -20,8 +20,8 @@ import jax_tilekern as jtk
 from benchmarks.muon import by_jnp
 from benchmarks.programs import KERNELS, Arrays, Program, ProgramCommand
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import SymmetricProduct
-from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.tuning.product_timing import ArrayProduct
@@ -96,8 +96,8 @@ def _halves(shape: Shape, dtype: str) -> dict[str, Callable[..., Any]]:
           for step, strides in ((m * k, (k, 1)), (m * k, (1, k)), (m * m, (m, 1)))),
     )  # fmt: skip
     each = jnp.dtype(dtype)
-    product = SymmetricProduct(geometry, each, each, each, _ARITHMETICS[dtype])
-    found = symmetric_candidates(product, current_gpu())
+    product = Product(geometry, each, each, each, _ARITHMETICS[dtype], symmetric=True)
+    found = wgmma_candidates(product, current_gpu())
     if isinstance(found, NoKernel):
         return {}
     best = sorted(found, key=lambda candidate: candidate.cycles)[:_CANDIDATES]

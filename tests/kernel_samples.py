@@ -7,19 +7,13 @@ import itertools
 
 from jax_tilekern.plans.gemm.arithmetic import BF16, F32, FP8
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Product, ScaledProduct, Scales, SymmetricProduct
+from jax_tilekern.plans.gemm.problem import Product, Scales
 from jax_tilekern.plans.gemm.sm80 import config as mma
 from jax_tilekern.plans.gemm.sm80.config import OperandLayout
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS, WgmmaTile
-from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
-from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
 from jax_tilekern.plans.gpu import VECTOR_BYTES
-from jax_tilekern.plans.grouped_gemm.problem import (
-    GroupedGeometry,
-    GroupedProduct,
-    GroupedScaledProduct,
-)
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_mma_candidates
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 from jax_tilekern.plans.launch import NoKernel
@@ -101,10 +95,8 @@ def scaled_wgmma_instances(gpu):
             Scales(128, (), SIZE // 128, 1),
             Scales(1, (), 1, SIZE + 4 * odd, padded=True),
         ):
-            product = ScaledProduct(
-                geometry, *FP8, out, "fp8", lhs_scales=of_lhs, rhs_scales=of_rhs
-            )
-            for candidate in _found(scaled_candidates(product, gpu)):
+            product = Product(geometry, *FP8, out, "fp8", scales=(of_lhs, of_rhs))
+            for candidate in _found(wgmma_candidates(product, gpu)):
                 yield candidate.instance
         # Rows of groups are columns as well where they have one scale.
         for of_lhs in (Scales(1, (0,), 1, SIZE), Scales(1, (0,), 0, 1)):
@@ -112,9 +104,9 @@ def scaled_wgmma_instances(gpu):
             grouped = MatmulGeometry(
                 (8,), SIZE, SIZE + odd, SIZE, (0, SIZE, 1), rhs_strides, (0, SIZE + odd, 1)
             )
-            of_groups = GroupedScaledProduct(
-                GroupedGeometry(grouped, "m", ()), *FP8, out, "fp8",
-                lhs_scales=of_lhs, rhs_scales=Scales(128, (SIZE,), SIZE // 128, 1),
+            of_groups = Product(
+                GroupedGeometry.of(grouped, "m", ()), *FP8, out, "fp8",
+                scales=(of_lhs, Scales(128, (SIZE,), SIZE // 128, 1)),
             )  # fmt: skip
             yield from (x.instance for x in _found(grouped_wgmma_candidates(of_groups, gpu)))
 
@@ -125,8 +117,8 @@ def symmetric_instances(gpu):
         operand = how.types.operands[0]
         for out in how.types.results:
             geometry = _geometry(lhs_k_major=True, rhs_k_major=True, odd=0)
-            product = SymmetricProduct(geometry, operand, operand, out, arithmetic)
-            yield from (x.instance for x in _found(symmetric_candidates(product, gpu)))
+            product = Product(geometry, operand, operand, out, arithmetic, symmetric=True)
+            yield from (x.instance for x in _found(wgmma_candidates(product, gpu)))
 
 
 def grouped_mma_instances(gpu):
@@ -148,8 +140,8 @@ def grouped_mma_instances(gpu):
             ragged_m = MatmulGeometry(*sizes, (0, *lhs), (matrix, *rows), (0, *rows))
             ragged_k = MatmulGeometry(*sizes, (0, *rhs), (0, *lhs), (matrix, *rows))
             for ragged, geometry in (("m", ragged_m), ("k", ragged_k)):
-                grouped = GroupedGeometry(geometry, ragged, ())
-                found = grouped_mma_candidates(GroupedProduct(grouped, *types, arithmetic), gpu)
+                grouped = GroupedGeometry.of(geometry, ragged, ())
+                found = grouped_mma_candidates(Product(grouped, *types, arithmetic), gpu)
                 yield found[0].instance, ragged
 
 
@@ -166,7 +158,7 @@ def grouped_wgmma_instances(gpu):
             first = out == how.types.results[0]
             if odd and not first:
                 continue
-            product = GroupedProduct(geometry, *operands, out, arithmetic)
+            product = Product(geometry, *operands, out, arithmetic)
             found = _found(grouped_wgmma_candidates(product, gpu))
             for candidate in found:
                 if (first and not odd) or candidate.tile == found[0].tile:
@@ -201,6 +193,6 @@ def _grouped_geometries():
         sizes = ((groups,), SIZE, n, SIZE)
         for rhs in (columns,) if odd else (rows, columns):
             product = MatmulGeometry(*sizes, (0, *rows), (matrix, *rhs), (0, n, 1))
-            yield GroupedGeometry(product, "m", ()), odd
+            yield GroupedGeometry.of(product, "m", ()), odd
         product = MatmulGeometry(*sizes, (0, *columns), (0, *rows), (matrix, n, 1))
-        yield GroupedGeometry(product, "k", ()), odd
+        yield GroupedGeometry.of(product, "k", ()), odd

@@ -10,7 +10,7 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.config import MMA_ARITHMETICS
 from jax_tilekern.plans.gpu import KNOWN_GPUS, known_gpu
-from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
 from jax_tilekern.plans.launch import NoKernel
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -85,9 +85,8 @@ def ragged_product_of(arithmetic, ragged, groups, *sizes, batch=(), types=None, 
         strides[f"{name}_strides"] = (*outer, step if has_groups else 0, *own)
     geometry = dataclasses.replace(geometry, batch=(*batch, groups), **strides)
     bounds_strides = batch_strides(batch, groups + 1)
-    return GroupedProduct(
-        GroupedGeometry(geometry, ragged, bounds_strides), *(types or TYPES[arithmetic]), arithmetic
-    )
+    grouped = GroupedGeometry.of(geometry, ragged, bounds_strides)
+    return Product(grouped, *(types or TYPES[arithmetic]), arithmetic)
 
 
 def taken(family, product, gpu):

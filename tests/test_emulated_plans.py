@@ -17,11 +17,10 @@ from products import BF16, F16, F32, H100, INT8, INT32, TYPES, Product, row_majo
 import jax_tilekern as jtk
 from jax_tilekern.ops import moe
 from jax_tilekern.plans.gemm import select
-from jax_tilekern.plans.gemm.problem import SymmetricProduct
 from jax_tilekern.plans.gemm.select import candidates
-from jax_tilekern.plans.gemm.sm90 import symmetric
+from jax_tilekern.plans.gemm.sm90 import candidates as kernels
+from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.config import WgmmaTile
-from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
 from jax_tilekern.plans.launch import NoKernel
 
 pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
@@ -127,8 +126,8 @@ def test_symmetric_products_beside_collectives(key):
 def check_symmetric_product(kind, out_type, rows, batch, key, gpu, k=80, hows=HOWS):
     dtype = TYPES[kind][0]
     geometry = row_major(rows, rows, k, batch=batch, rhs_k_major=True)
-    product = SymmetricProduct(geometry, dtype, dtype, out_type, kind)
-    found = symmetric_candidates(product, gpu)
+    product = Product(geometry, dtype, dtype, out_type, kind, symmetric=True)
+    found = wgmma_candidates(product, gpu)
     candidate = next(x for x in found if x.key == f"symmetric wgmma {key}")
     assert candidate.instance.dynamic == gpu.beside_collectives
     with emulated_plans.record() as recorded:
@@ -236,7 +235,7 @@ def cubic(product, scale, x, row, column):
 @pytest.mark.one_in(6)
 def test_symmetric_products_with_matrices_in_the_epilogue(monkeypatch, how, dtype, tile):
     """Operands of cooperative consumers come through the mainloop's stages."""
-    monkeypatch.setattr(symmetric, "_TILES", (tile,))
+    monkeypatch.setattr(kernels, "SYMMETRIC", dataclasses.replace(kernels.SYMMETRIC, tiles=(tile,)))
     monkeypatch.setattr(select, "candidates", lambda *_: NoKernel("no whole products"))
     (x,) = operands_of((2, 392, 392), dtype=np.float32)
     x = (x + x.mT).astype(dtype)

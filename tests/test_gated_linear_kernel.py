@@ -15,8 +15,8 @@ import jax_tilekern as jtk
 from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
-from jax_tilekern.plans.gemm.problem import PairProduct
-from jax_tilekern.plans.gemm.sm90.pair import pair_candidates
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gpu import current_gpu
 
 require_nvrtc()
@@ -42,7 +42,7 @@ def pair_of(m, n, k, *, arithmetic="bf16", function=gate, out=None, batch=(), **
         text.statements, text.results, arrays, (), batch, text.instructions, products=2
     )
     plain = product_of(arithmetic, m, n, k, types=(types, types, out), batch=batch, **layout)
-    return PairProduct(plain.geometry, *plain.dtypes, arithmetic, epilogue)
+    return Product(plain.geometry, *plain.dtypes, arithmetic, epilogue, pair=True)
 
 
 # Plans.
@@ -55,7 +55,7 @@ BESIDE_COLLECTIVES = dataclasses.replace(H100, beside_collectives=True)
 @pytest.mark.one_in(2)
 def test_no_register_is_spilled_and_no_mma_serialized(sizes, function):
     for gpu in (H100, BESIDE_COLLECTIVES):
-        for candidate in pair_candidates(pair_of(*sizes, function=function), gpu):
+        for candidate in wgmma_candidates(pair_of(*sizes, function=function), gpu):
             assert candidate.instance.dynamic == gpu.beside_collectives
             entry = candidate.plan(gpu).launches[-1].entry
             assert (candidate.key, entry.spill_bytes) == (candidate.key, 0)
@@ -219,7 +219,7 @@ def test_every_candidate_computes_both(rng, sizes, rhs_k_major, out, function, b
     gpu = current_gpu()
     beside = dataclasses.replace(gpu, beside_collectives=True)
     wrong = {}
-    for candidate in pair_candidates(product, gpu) + pair_candidates(product, beside):
+    for candidate in wgmma_candidates(product, gpu) + wgmma_candidates(product, beside):
         got = run(candidate.plan(gpu), (lhs, *read, *operands), (*batch, m, n), out or BF16)
         # The result's rounding, that of float32 accumulators, and of approximate exponentials.
         size = (1 + np.abs(exact[0])) * (1 + np.abs(exact[1]))

@@ -19,7 +19,7 @@ from jax_tilekern.ops.fused_contraction import labelled_operands
 from jax_tilekern.ops.pair_contraction import contract_pair
 from jax_tilekern.ops.ragged_dot import rows_by_matrices
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
-from jax_tilekern.plans.grouped_gemm.problem import GroupedPair
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 
 # Few CTAs have several tiles each.
@@ -49,7 +49,7 @@ def pair(arithmetic="bf16", rows=ROWS, n=N, k=K, groups=GROUPS, **layout):
     epilogue = Epilogue(
         text.statements, text.results, arrays, (), (groups,), text.instructions, "rows", products=2
     )
-    return GroupedPair(plain.geometry, *plain.dtypes, arithmetic, epilogue)
+    return Product(plain.geometry, *plain.dtypes, arithmetic, epilogue, pair=True)
 
 
 PAIR_KEYS = (

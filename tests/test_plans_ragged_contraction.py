@@ -20,37 +20,36 @@ def shapes_of(contraction, sizes):
 
 def computed(geometry, lhs, rhs, bounds, size):
     """The product by its definition, over flat arrays and strides; -99 where nothing is written."""
-    product = geometry.product
     out = np.full(size, -99, lhs.dtype)
-    m, n, k = (np.arange(extent) for extent in (product.m, product.n, product.k))
+    m, n, k = (np.arange(extent) for extent in (geometry.m, geometry.n, geometry.k))
 
     def matrix(array, strides, base, rows, columns):
         return array[base + rows[:, None] * strides[-2] + columns * strides[-1]]
 
-    for b in np.ndindex(geometry.batch):
+    for b in np.ndindex(geometry.outer_batch):
 
         def base(strides, group=0, b=b):
             return sum(i * s for i, s in zip((*b, group), strides, strict=False))
 
         first = sum(i * s for i, s in zip(b, geometry.bounds_strides, strict=True))
-        written = base(product.out_strides) + m[:, None] * product.out_strides[-2] + n
+        written = base(geometry.out_strides) + m[:, None] * geometry.out_strides[-2] + n
         if geometry.ragged == "m":
             out[written] = 0
         for g in range(geometry.groups):
             rows = np.arange(bounds[first + g], bounds[first + g + 1])
-            left = base(product.lhs_strides, g)
-            right = base(product.rhs_strides, g)
-            written = base(product.out_strides, g)
+            left = base(geometry.lhs_strides, g)
+            right = base(geometry.rhs_strides, g)
+            written = base(geometry.out_strides, g)
             if geometry.ragged == "m":
-                values = matrix(lhs, product.lhs_strides, left, rows, k) @ matrix(
-                    rhs, product.rhs_strides, right, k, n
+                values = matrix(lhs, geometry.lhs_strides, left, rows, k) @ matrix(
+                    rhs, geometry.rhs_strides, right, k, n
                 )
-                out[written + rows[:, None] * product.out_strides[-2] + n] = values
+                out[written + rows[:, None] * geometry.out_strides[-2] + n] = values
             else:
-                values = matrix(lhs, product.lhs_strides, left, m, rows) @ matrix(
-                    rhs, product.rhs_strides, right, rows, n
+                values = matrix(lhs, geometry.lhs_strides, left, m, rows) @ matrix(
+                    rhs, geometry.rhs_strides, right, rows, n
                 )
-                out[written + m[:, None] * product.out_strides[-2] + n] = values
+                out[written + m[:, None] * geometry.out_strides[-2] + n] = values
     return out
 
 
@@ -78,15 +77,14 @@ def test_geometry_computes_the_contraction(case, reordered, seed):
     if isinstance(oriented, str):
         return
     geometry, swapped, _ = oriented
-    product = geometry.product
-    assert len(geometry.batch) == len(geometry.bounds_strides) <= MAX_GROUP_BATCH_DIMS
+    assert len(geometry.outer_batch) == len(geometry.bounds_strides) <= MAX_GROUP_BATCH_DIMS
     assert geometry.groups == sizes[contraction.group]
     assert geometry.rows == sizes[contraction.ragged]
-    assert product.out_strides[-1] == 1
-    group = len(geometry.batch)
+    assert geometry.out_strides[-1] == 1
+    group = len(geometry.outer_batch)
     without = (
-        product.lhs_strides,
-        product.out_strides if geometry.ragged == "m" else product.rhs_strides,
+        geometry.lhs_strides,
+        geometry.out_strides if geometry.ragged == "m" else geometry.rhs_strides,
     )
     assert all(strides[group] == 0 for strides in without)
     expected = masked_einsum(contraction, lhs, rhs, bounds)
@@ -111,7 +109,7 @@ def test_mergeable_order_has_a_geometry(case):
         # Only with batch dimensions in lhs, in rhs, in both and in neither.
         assert "4 separate batch dimensions" in oriented
         return
-    product = oriented.geometry.product
+    product = oriented.geometry
     assert product.without_unit_stride is None
 
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from products import F32, H100, INT8, MODERN, ragged_product_of
 
+from jax_tilekern.plans.gemm.select import plan_matmul
 from jax_tilekern.plans.gemm.sm80.config import MMA_ARITHMETICS
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_mma_candidates
 from jax_tilekern.plans.launch import NoKernel
 
@@ -45,12 +45,12 @@ def test_every_product_has_kernels_that_fit(case):
     for choice in found:
         tile, (tiles_m, tiles_n, outer) = choice.instance.tile, choice.grid
         assert choice.instance.shared_memory_bytes <= gpu.shared_memory_bytes
-        assert (tiles_n - 1) * tile.block_n < geometry.product.n <= tiles_n * tile.block_n
+        assert (tiles_n - 1) * tile.block_n < geometry.n <= tiles_n * tile.block_n
         if geometry.ragged == "k":
-            assert tiles_m == math.ceil(geometry.product.m / tile.block_m)
-            assert outer == math.prod(geometry.product.batch)
-        else:
+            assert tiles_m == math.ceil(geometry.m / tile.block_m)
             assert outer == math.prod(geometry.batch)
+        else:
+            assert outer == math.prod(geometry.outer_batch)
         assert choice.raster_height >= 1
         assert 0 < choice.cycles < math.inf
 
@@ -58,14 +58,14 @@ def test_every_product_has_kernels_that_fit(case):
 @given(cases())
 def test_copies_divide_the_distance_of_any_row_that_a_group_starts_at(case):
     product, gpu = case
-    geometry, ragged = product.geometry.product, product.geometry.ragged
+    geometry, ragged = product.groups, product.groups.ragged
     for choice in grouped_mma_candidates(product, gpu):
         for operand, dtype, strides, along_rows in (
             (choice.instance.lhs, product.lhs_dtype, geometry.lhs_strides, "mk".index(ragged)),
             (choice.instance.rhs, product.rhs_dtype, geometry.rhs_strides, "kn".find(ragged)),
         ):
             assert operand.load_bytes >= dtype.itemsize or operand.load_bytes == 1
-            if along_rows >= 0 and operand.load_bytes > 1 and product.geometry.rows > 1:
+            if along_rows >= 0 and operand.load_bytes > 1 and geometry.rows > 1:
                 step = strides[-2:][along_rows]
                 assert step * dtype.itemsize % operand.load_bytes == 0
 
@@ -110,10 +110,8 @@ def test_what_has_no_kernel_says_why():
         "fp8 takes sm_89 or later, and this is sm_80"
     )
     unknown = ragged_product_of("f32_emulated", "m", 8, 64, 64, 64, types=(F32, F32, F32))
-    assert plan_grouped_gemm(unknown, H100) == NoKernel("no kernel computes in f32_emulated")
+    assert plan_matmul(unknown, H100) == NoKernel("no kernel computes in f32_emulated")
     long = ragged_product_of("bf16", "m", 8, 2**31, 8, 8)
-    assert plan_grouped_gemm(long, H100) == NoKernel(
-        "a dimension has more than 2**31 - 1024 elements"
-    )
+    assert plan_matmul(long, H100) == NoKernel("a dimension has more than 2**31 - 1024 elements")
     crowd = ragged_product_of("bf16", "m", 2**24, 2**24, 2**16, 8)
-    assert "has more tiles than a grid has CTAs" in plan_grouped_gemm(crowd, H100).reason
+    assert "has more tiles than a grid has CTAs" in plan_matmul(crowd, H100).reason

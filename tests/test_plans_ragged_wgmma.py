@@ -106,7 +106,7 @@ def bounds_of_batch(draw, groups, rows):
 
 def bounds_of(data, geometry):
     """Bounds of all batches, as they lie in memory."""
-    batches = math.prod(geometry.batch)
+    batches = math.prod(geometry.outer_batch)
     drawn = [data.draw(bounds_of_batch(geometry.groups, geometry.rows)) for _ in range(batches)]
     return np.ravel(drawn).tolist()
 
@@ -235,8 +235,8 @@ def items_of_k(shape, groups, bounds, config):
 
 @given(cases("m"), st.data())
 def test_every_row_is_multiplied_once_by_its_groups_matrix(choice, data):
-    geometry, config = choice.product.geometry, choice.instance
-    g = geometry.product
+    geometry, config = choice.product.groups, choice.instance
+    g = geometry
     *_, shape, groups = parameters_of(plan_of(choice))
     bounds = bounds_of(data, geometry)
     times = np.zeros((groups["batches"], g.n, g.m), int)
@@ -257,8 +257,8 @@ def test_every_row_is_multiplied_once_by_its_groups_matrix(choice, data):
 
 @given(cases("k"), st.data())
 def test_every_output_is_the_sum_over_its_groups_rows(choice, data):
-    geometry, config = choice.product.geometry, choice.instance
-    g = geometry.product
+    geometry, config = choice.product.groups, choice.instance
+    g = geometry
     *_, shape, groups = parameters_of(plan_of(choice))
     bounds = np.array(bounds_of(data, geometry)).reshape(groups["batches"], -1)
     rows, columns = (g.n, g.m) if choice.swapped else (g.m, g.n)
@@ -286,14 +286,14 @@ def test_every_output_is_the_sum_over_its_groups_rows(choice, data):
 @given(any_case, st.data())
 def test_maps_lead_to_the_elements_of_each_group(choice, data):
     product, config = choice.product, choice.instance
-    geometry, g = product.geometry, product.geometry.product
+    geometry = g = product.groups
     ragged = geometry.ragged
     lhs_map, rhs_map, _, out_map, shape, groups = parameters_of(plan_of(choice))
     items_of = items_of_rows if ragged == "m" else items_of_k
     item = data.draw(
         st.sampled_from(list(items_of(shape, groups, bounds_of(data, geometry), config)))
     )
-    batch = np.unravel_index(item.span.batch, geometry.batch) if geometry.batch else ()
+    batch = np.unravel_index(item.span.batch, g.outer_batch) if g.outer_batch else ()
     batch = (*batch, max(item.span.group, 0))
 
     sizes = (g.n, g.m) if choice.swapped else (g.m, g.n)
@@ -343,7 +343,7 @@ def test_maps_lead_to_the_elements_of_each_group(choice, data):
 
 def name_of(product):
     geometry = product.geometry
-    sizes = (geometry.groups, *geometry.batch, geometry.product.m, geometry.product.n)
+    sizes = (geometry.groups, *geometry.outer_batch, geometry.m, geometry.n)
     return f"{product.arithmetic}-{geometry.ragged}-{'x'.join(map(str, sizes))}"
 
 

@@ -19,10 +19,8 @@ import jax_tilekern as jtk
 from jax_tilekern.epilogue.cuda_text import cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.ops.fused_lowering import epilogue_of
-from jax_tilekern.plans.gemm.problem import PairProduct, ScaledProduct, Scales
+from jax_tilekern.plans.gemm.problem import Product, Scales
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
-from jax_tilekern.plans.gemm.sm90.pair import pair_candidates
-from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 
 emulated = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 
@@ -299,14 +297,14 @@ def test_no_register_is_spilled_and_no_mma_serialized(kind):
     if kind == "plain":
         found = wgmma_candidates(plain.with_epilogue(epilogue), H100)
     elif kind == "pair":
-        pair = PairProduct(plain.geometry, *plain.dtypes, plain.arithmetic, epilogue)
-        found = pair_candidates(pair, H100)
+        pair = Product(plain.geometry, *plain.dtypes, plain.arithmetic, epilogue, pair=True)
+        found = wgmma_candidates(pair, H100)
     else:
-        product = ScaledProduct(
+        product = Product(
             row_major(4096, n, 4096, (), rhs_k_major=True), E4M3, E4M3, BF16, "fp8", epilogue,
-            lhs_scales=Scales(1, (), 1, 4096), rhs_scales=Scales(128, (), 32, 1),
+            scales=(Scales(1, (), 1, 4096), Scales(128, (), 32, 1)),
         )  # fmt: skip
-        found = scaled_candidates(product, H100)
+        found = wgmma_candidates(product, H100)
     for candidate in sorted(found, key=lambda x: x.cycles)[:3]:
         entry = candidate.plan(H100).launches[0].entry
         assert (candidate.key, entry.spill_bytes) == (candidate.key, 0)

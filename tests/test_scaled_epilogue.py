@@ -19,8 +19,8 @@ import jax_tilekern as jtk
 from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
-from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
-from jax_tilekern.plans.gemm.select import plan_scaled
+from jax_tilekern.plans.gemm.problem import Product, Scales
+from jax_tilekern.plans.gemm.select import plan_matmul
 
 
 def layer(y, bias, residual):
@@ -234,10 +234,10 @@ def test_no_register_is_spilled_and_no_mma_serialized(out, of_rhs):
         (), (), text.instructions,
     )  # fmt: skip
     right = Scales(128, (), 32, 1) if of_rhs == 128 else Scales(1, (), 1, n)
-    product = ScaledProduct(
+    product = Product(
         row_major(m, n, k, (), rhs_k_major=True), E4M3, E4M3, out, "fp8", epilogue,
-        lhs_scales=Scales(1, (), 1, m), rhs_scales=right,
+        scales=(Scales(1, (), 1, m), right),
     )  # fmt: skip
-    entry = plan_scaled(product, H100).launches[0].entry
+    entry = plan_matmul(product, H100).launches[0].entry
     assert entry.spill_bytes == 0
     assert not entry.serialized

@@ -20,9 +20,9 @@ from sharded import bytes_sent, collectives, devices
 
 import jax_tilekern as jtk
 from jax_tilekern.interop import compat
-from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
-from jax_tilekern.plans.gemm.sm90 import scaled
-from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
+from jax_tilekern.plans.gemm import select
+from jax_tilekern.plans.gemm.problem import Product, Scales
+from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 
 
 def check(got, lhs, rhs, lhs_scales, rhs_scales, *, tensor_cores=TENSOR_CORES):
@@ -292,9 +292,9 @@ def product(m, n, k, of_lhs, of_rhs, out, batch=()):
         strides = (1, count) if k_first else (k_blocks, 1)
         return Scales(block, tuple(count * k_blocks for _ in batch), *strides, padded=count > rows)
 
-    return ScaledProduct(
+    return Product(
         row_major(m, n, k, batch, rhs_k_major=True), E4M3, E5M2, out, "fp8",
-        lhs_scales=placed(m, of_lhs, False), rhs_scales=placed(n, of_rhs, True),
+        scales=(placed(m, of_lhs, False), placed(n, of_rhs, True)),
     )  # fmt: skip
 
 
@@ -327,7 +327,7 @@ def test_emulated_kernels(rng, of_lhs, of_rhs, out, m, n, k, tile, splits, how):
     batch = 2
     problem = product(m, n, k, of_lhs, of_rhs, out, (batch,))
     with emulated_plans.record() as recorded:
-        found = {(x.tile_key, x.splits): x for x in scaled_candidates(problem, SMALL_H100)}
+        found = {(x.tile_key, x.splits): x for x in wgmma_candidates(problem, SMALL_H100)}
         plan = found[tile, splits].plan(SMALL_H100)
     blocks = -(-k // 128)
     operands = values(rng, batch, m, k), values(rng, batch, n, k, dtype=F8E5)
@@ -396,8 +396,8 @@ def test_scales_of_rows_that_lie_apart_are_copied_first():
 
 @emulated
 def test_copied_scales(rng, monkeypatch):
-    monkeypatch.setattr(scaled, "_L1_BYTES", 0)
-    monkeypatch.setattr(scaled, "_SCATTERED_ROWS", 1e9)
+    monkeypatch.setattr(select, "_L1_BYTES", 0)
+    monkeypatch.setattr(select, "_SCATTERED_ROWS", 1e9)
     operands = values(rng, 2, 150, 400), values(rng, 136, 400)
     of_operands = scales(rng, 2, 150, 4), scales(rng, 2, 4)
     with emulated_gpu() as ran:

@@ -16,8 +16,8 @@ from sharded import bytes_sent, devices
 
 import jax_tilekern as jtk
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Scales
-from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedScaledProduct
+from jax_tilekern.plans.gemm.problem import Product, Scales
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 
 
@@ -246,11 +246,10 @@ def stated(m, n, k, groups, out, by_row=True, block=128):
     """A product whose lhs has scales of rows, which are adjacent, or one for each 128 of k."""
     blocks, rows = -(-k // 128), -(-n // block)
     geometry = MatmulGeometry((groups,), m, n, k, (0, k, 1), (n * k, 1, k), (0, n, 1))
-    return GroupedScaledProduct(
-        GroupedGeometry(geometry, "m", ()), E4M3, E5M2, out, "fp8",
-        lhs_scales=Scales(1, (0,), 1, m) if by_row else Scales(1, (0,), 0, 1),
-        rhs_scales=Scales(block, (rows * blocks,), blocks, int(blocks > 1)),
-    )  # fmt: skip
+    of_lhs = Scales(1, (0,), 1, m) if by_row else Scales(1, (0,), 0, 1)
+    of_rhs = Scales(block, (rows * blocks,), blocks, int(blocks > 1))
+    grouped = GroupedGeometry.of(geometry, "m", ())
+    return Product(grouped, E4M3, E5M2, out, "fp8", scales=(of_lhs, of_rhs))
 
 
 # The type of results, sizes of groups, rows, N, K, and the tile.

@@ -18,8 +18,8 @@ from sharded import AUTO, devices, mesh_of
 import jax_tilekern as jtk
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.plans.gemm import select
-from jax_tilekern.plans.gemm.problem import SymmetricProduct
-from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gpu import current_gpu
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
@@ -168,9 +168,9 @@ def test_derivatives_have_whole_products():
 
 def is_halved(rows, batch=(), dtype=BF16, arithmetic="bf16"):
     geometry = row_major(rows, rows, rows, batch=batch, rhs_k_major=True)
-    product = SymmetricProduct(geometry, dtype, dtype, dtype, arithmetic)
+    product = Product(geometry, dtype, dtype, dtype, arithmetic, symmetric=True)
     with jtk.policy("auto"):
-        plan = select.plan_symmetric(product, H100)
+        plan = select.plan_matmul(product, H100)
     return "symmetric" in getattr(plan, "name", "")
 
 
@@ -248,7 +248,7 @@ def test_newton_schulz_has_only_products(method, dtype, halves, wholes):
 def test_every_kernel_of_halves(rng, kind, out, rows, batch):
     dtype, k = TYPES[kind][0], 208
     geometry = row_major(rows, rows, k, batch=batch, rhs_k_major=True)
-    product = SymmetricProduct(geometry, dtype, dtype, out, kind)
+    product = Product(geometry, dtype, dtype, out, kind, symmetric=True)
     gpu = current_gpu()
     # Tiles are claimed where each SM has several.
     few_sms = dataclasses.replace(gpu, beside_collectives=True, reserved_sms=gpu.sm_count - 4)
@@ -256,7 +256,7 @@ def test_every_kernel_of_halves(rng, kind, out, rows, batch):
     x = rng.integers(-1, 2, (*batch, rows, k))
     expected, operand = x @ x.swapaxes(-1, -2), jnp.asarray(x, dtype)
     for planned in (gpu, few_sms):
-        found = symmetric_candidates(product, planned)
+        found = wgmma_candidates(product, planned)
         assert any(x.instance.dynamic for x in found) == planned.beside_collectives
         for candidate in found:
             got = run(candidate.plan(planned), (operand, operand), (*batch, rows, rows), out)

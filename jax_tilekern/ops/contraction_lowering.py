@@ -30,11 +30,8 @@ from jax_tilekern.plans.gemm.arithmetic import (
     precision_name,
 )
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import PairProduct, Product, ScaledProduct, SymmetricProduct
-from jax_tilekern.plans.gemm.select import plan_matmul, plan_pair, plan_scaled, plan_symmetric
-from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
-from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
-from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.select import plan_matmul
 from jax_tilekern.plans.policy.workload import of_product
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -132,7 +129,7 @@ def chosen_arithmetic(
 class LoweredProduct(NamedTuple):
     """A contraction as a kernel sees it."""
 
-    product: Product | GroupedProduct
+    product: Product
     # MLIR values of the arrays that the kernel reads: the product's operands in its order, and the
     # bounds if there are groups.
     operands: tuple[Any, ...]
@@ -189,18 +186,14 @@ def state_problem(
         if found.swapped:
             left, right = right, left
         types_of = (left.aval.dtype, right.aval.dtype, out_dtype)
-        product: Product | GroupedProduct
-        if isinstance(found.geometry, GroupedGeometry):
-            product = GroupedProduct(found.geometry, *types_of, arithmetic)
-        elif (
-            left.value == right.value
+        is_symmetric = (
+            c.group is None
+            and left.value == right.value
             and found.geometry.is_of_transpose
             and not any({*c.rows, *c.columns}.intersection(own) for own in further)
-        ):
-            product = SymmetricProduct(found.geometry, *types_of, arithmetic)
-        else:
-            product = Product(found.geometry, *types_of, arithmetic)
-        obstacle = platform.obstacle(product.strided)
+        )
+        product = Product(found.geometry, *types_of, arithmetic, symmetric=is_symmetric)
+        obstacle = platform.obstacle(product.geometry)
         if obstacle is None:
             read = (left.value, right.value, *(x.value for x in bounds))
             return LoweredProduct(product, read, found.further_strides)
@@ -312,37 +305,24 @@ def _refusal(
     return arithmetic if isinstance(arithmetic, Fallback) else None
 
 
-def cuda_kernel(
-    product: Product | GroupedProduct, operands: Sequence[Any]
-) -> PlannedKernel | Fallback:
+def cuda_kernel(product: Product, operands: Sequence[Any]) -> PlannedKernel | Fallback:
     """Plan the kernel of a product on a GPU, given the MLIR values of the arrays that it reads."""
-    planner: Callable[..., LaunchPlan | NoKernel] = plan_matmul
-    if isinstance(product, PairProduct):
-        planner = plan_pair
-    elif isinstance(product, SymmetricProduct):
-        planner = plan_symmetric
-    elif isinstance(product, ScaledProduct):
-        planner = plan_scaled
-    elif isinstance(product, GroupedProduct):
-        planner = plan_grouped_gemm
-    return planned_kernel(operands, planner, product)
+    return planned_kernel(operands, plan_matmul, product)
 
 
-def cpu_kernel(
-    product: Product | GroupedProduct, operands: Sequence[Any]
-) -> PlannedKernel | Fallback:
+def cpu_kernel(product: Product, operands: Sequence[Any]) -> PlannedKernel | Fallback:
     """Plan the kernel of a product on a CPU, given the MLIR values of the arrays that it reads."""
-    geometry = product.strided
+    geometry = product.geometry
     attributes: dict[str, int | tuple[int, ...]] = {
         "sizes": (*geometry.batch, geometry.m, geometry.n, geometry.k),
         "lhs_strides": geometry.lhs_strides,
         "rhs_strides": geometry.rhs_strides,
         "out_strides": geometry.out_strides,
     }
-    if isinstance(product, GroupedProduct):
+    if product.is_grouped:
         # An attribute that is an array must not be empty.
-        attributes["bounds_strides"] = product.geometry.bounds_strides or (0,)
-        attributes["ragged_k"] = int(product.geometry.ragged == "k")
+        attributes["bounds_strides"] = product.groups.bounds_strides or (0,)
+        attributes["ragged_k"] = int(product.groups.ragged == "k")
         return PlannedKernel(
             "ragged_matmul",
             "each group's rows by the kernel of a product of their number; computes in "

@@ -26,8 +26,6 @@ from jax_tilekern.plans.gemm.epilogue import (
     RowQuantization,
     RowReductionText,
 )
-from jax_tilekern.plans.gemm.problem import PairProduct, SymmetricProduct
-from jax_tilekern.plans.grouped_gemm.problem import GroupedPair, GroupedProduct
 from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Planner, Rewrite
 
 # Operands of an epilogue, and the results that take their memory.
@@ -143,15 +141,12 @@ def fused_kernel(
             return "the two operands lie differently in memory"
         if other.operands[0] != read[0]:
             return "the result is contiguous along the rows"
-        if isinstance(product, GroupedProduct):
-            product = GroupedPair(product.geometry, *product.dtypes, product.arithmetic)
-        else:
-            product = PairProduct(product.geometry, *product.dtypes, product.arithmetic)
+        product = dataclasses.replace(product, pair=True, symmetric=False)
         read = (*read, other.operands[1])
-    geometry, grouped = product.strided, contraction.group is not None
+    geometry, grouped = product.geometry, product.is_grouped
     # A mapped dimension of one operand may have become a part of its rows.
     if symmetric and geometry.m == geometry.n:
-        product = SymmetricProduct(geometry, *product.dtypes, product.arithmetic)
+        product = dataclasses.replace(product, symmetric=True)
     if min(geometry.m, geometry.n) == 1 and not grouped:
         return "products with a vector write little"
     epilogue = epilogue_of(

@@ -57,8 +57,8 @@ from jax_tilekern.plans.contraction import (
     labelled,
 )
 from jax_tilekern.plans.gemm.arithmetic import TYPES
-from jax_tilekern.plans.gemm.problem import ScaledProduct
-from jax_tilekern.plans.gemm.sm90.scaled import copies_rows_first
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.select import copies_rows_first
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.linearity import tangents_out
@@ -543,18 +543,14 @@ def _cuda(
 
     def state(_: Any, out_dtype: np.dtype[Any], further: Sequence[Labels] = ()) -> LoweredProduct:
         shapes = [x.aval.shape for x in factors[:2]]
-        geometry, (left, right), strides = strided_product(
+        geometry, of_both, strides = strided_product(
             contraction, shapes, scales, [x.strides for x in stored], further
         )
         left_dtype, right_dtype = (x.aval.dtype for x in factors[:2])
-        stated = ScaledProduct(
-            geometry, left_dtype, right_dtype, out_dtype, "fp8",
-            lhs_scales=left, rhs_scales=right,
-        )  # fmt: skip
+        stated = Product(geometry, left_dtype, right_dtype, out_dtype, "fp8", scales=of_both)
         return LoweredProduct(stated, read, strides)
 
     stated = state(None, product)
-    assert isinstance(stated.product, ScaledProduct)
     if copies_rows_first(stated.product, current_gpu()):
         return Rewrite(
             "scales of lhs copied first: those of rows are adjacent",

@@ -38,9 +38,9 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.contraction import Contraction, Dimension, merged, row_major_strides
 from jax_tilekern.plans.gemm.arithmetic import TYPES
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Scales
-from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedScaledProduct
-from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
+from jax_tilekern.plans.gemm.problem import Product, Scales
+from jax_tilekern.plans.gemm.select import plan_matmul
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
 from jax_tilekern.primitives.linearity import tangents_out
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -317,12 +317,13 @@ def _cpu(_operands: Any, _avals: Any, **params: Any) -> Rewrite:
 
 def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
     product = _stated(*(x.aval for x in operands), **params)
-    of_rows, of_columns = product.lhs_scales, product.rhs_scales
+    assert product.scales is not None
+    of_rows, of_columns = product.scales
     if (
         of_rows.row_stride
         and of_columns.row_stride
         and of_columns.block_rows == 1
-        and not of_columns.fit_bulk_copies(product.geometry.product.n)
+        and not of_columns.fit_bulk_copies(product.geometry.n)
         and not params["columns_first"]
     ):
         return Rewrite(
@@ -330,7 +331,7 @@ def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
             functools.partial(_with_columns_first, **params),
         )
     lhs, rhs, *scales, bounds = (x.value for x in operands)
-    found = planned_kernel((lhs, rhs, bounds, *scales), plan_grouped_gemm, product)
+    found = planned_kernel((lhs, rhs, bounds, *scales), plan_matmul, product)
     return _dequantised(found.reason, params) if isinstance(found, Fallback) else found
 
 
@@ -346,7 +347,7 @@ def _with_columns_first(
 
 def _stated(
     *operands: Any, contraction: Contraction, out_dtype: np.dtype[Any], columns_first: bool
-) -> GroupedScaledProduct:
+) -> Product:
     """Return the grouped GEMM of operands of these types."""
     c = contraction
     lhs, rhs, lhs_scales, rhs_scales, bounds = operands
@@ -392,9 +393,9 @@ def _stated(
             )
         )
     )
-    return GroupedScaledProduct(
-        GroupedGeometry(geometry, "m", tuple(x.bounds for x in batch)),
-        lhs.dtype, rhs.dtype, out_dtype, "fp8", lhs_scales=of_lhs, rhs_scales=of_rhs,
+    return Product(
+        GroupedGeometry.of(geometry, "m", tuple(x.bounds for x in batch)),
+        lhs.dtype, rhs.dtype, out_dtype, "fp8", scales=(of_lhs, of_rhs),
     )  # fmt: skip
 
 

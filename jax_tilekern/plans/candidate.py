@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 
 if TYPE_CHECKING:
-    from jax_tilekern.plans.gemm.problem import TypedProduct
+    from jax_tilekern.plans.gemm.problem import Product
 
 
 class Candidate(ABC):
@@ -55,10 +55,7 @@ class CostedCandidate(Candidate):
         return 0
 
 
-_Product = TypeVar("_Product", bound="TypedProduct[Any]")
-
-
-class Family(NamedTuple, Generic[_Product]):
+class Family(NamedTuple):
     """Kernels of one design.
 
     Attributes
@@ -70,11 +67,11 @@ class Family(NamedTuple, Generic[_Product]):
     """
 
     arithmetics: Collection[str]
-    candidates: Callable[[_Product, Gpu], Sequence[CostedCandidate] | NoKernel]
+    candidates: Callable[[Product, Gpu], Sequence[CostedCandidate] | NoKernel]
 
 
 def ranked_candidates(
-    families: Sequence[Family[_Product]], product: _Product, gpu: Gpu
+    families: Sequence[Family], product: Product, gpu: Gpu
 ) -> list[CostedCandidate] | NoKernel:
     """Return the ways to compute a product, best first by the cost model.
 

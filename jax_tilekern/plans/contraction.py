@@ -240,7 +240,7 @@ def _letters(batch: Labels, rows: Labels, columns: Labels, contracted: Labels) -
 class Oriented(NamedTuple):
     """A geometry, and whether the contraction's operands must be swapped to get it."""
 
-    geometry: MatmulGeometry | GroupedGeometry
+    geometry: MatmulGeometry
     swapped: bool
     # Batch strides, that of the group if there is one, and the strides of m and n of each further
     # array.
@@ -342,7 +342,7 @@ def matmul_geometry(
     return Oriented(
         product
         if c.ragged_dimension is None
-        else GroupedGeometry(product, c.ragged_dimension, tuple(dim.bounds for dim in batch)),
+        else GroupedGeometry.of(product, c.ragged_dimension, tuple(dim.bounds for dim in batch)),
         swapped=False,
         further_strides=tuple(zip(*further_of_dims, strict=True)),
     )

@@ -20,10 +20,10 @@ import numpy as np
 import jax_tilekern as jtk
 from jax_tilekern.plans.gemm.arithmetic import BF16, F32, FP8
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
-from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
+from jax_tilekern.plans.gemm.problem import Product, Scales
+from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedScaledProduct
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.tuning.product_timing import by_plan
@@ -63,15 +63,18 @@ def check_products() -> int:
             of_columns = np.pad(t.T, ((0, 0), (0, padding)))
             expected = dequantized(a, s) @ dequantized(b, t).T
             for out in (F32, BF16):
-                product = ScaledProduct(
+                product = Product(
                     MatmulGeometry((), m, n, k, (k, 1), (1, k), (n, 1)), FP8[0], FP8[0], out,
                     "fp8",
-                    lhs_scales=Scales(1 if rows == m else 128, (), 1, rows),
-                    rhs_scales=Scales(
-                        1 if columns == n else 128, (), 1, columns + padding, padded=padding > 0
+                    scales=(
+                        Scales(1 if rows == m else 128, (), 1, rows),
+                        Scales(
+                            1 if columns == n else 128, (), 1, columns + padding,
+                            padded=padding > 0,
+                        ),
                     ),
                 )  # fmt: skip
-                found = scaled_candidates(product, current_gpu())
+                found = wgmma_candidates(product, current_gpu())
                 for candidate in [] if isinstance(found, NoKernel) else found:
                     plan = candidate.plan(current_gpu())
                     call = jax.jit(lambda *x, p=plan, o=out, mn=(m, n): by_plan(p, mn, o, *x))
@@ -135,11 +138,14 @@ def check_groups() -> int:
                 expected[begin:end] = left @ dequantized(b[g], t[g]).T
             geometry = MatmulGeometry((groups,), m, n, k, (0, k, 1), (n * k, 1, k), (0, n, 1))
             for out in (F32, BF16):
-                product = GroupedScaledProduct(
-                    GroupedGeometry(geometry, "m", ()), FP8[0], FP8[0], out, "fp8",
-                    lhs_scales=Scales(1, (0,), 1, m),
-                    rhs_scales=Scales(
-                        1 if columns == n else 128, (columns * blocks,), blocks, int(blocks > 1)
+                product = Product(
+                    GroupedGeometry.of(geometry, "m", ()), FP8[0], FP8[0], out, "fp8",
+                    scales=(
+                        Scales(1, (0,), 1, m),
+                        Scales(
+                            1 if columns == n else 128, (columns * blocks,), blocks,
+                            int(blocks > 1),
+                        ),
                     ),
                 )  # fmt: skip
                 found = grouped_wgmma_candidates(product, current_gpu())

@@ -22,9 +22,10 @@ import jax_tilekern as jtk
 from jax_tilekern.interop import ffi
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
-from jax_tilekern.plans.grouped_gemm.select import candidates
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 
 # The batch size for each kind of bounds below.
@@ -85,7 +86,7 @@ def out_shape(call: Call) -> tuple[int, ...]:
     return (BATCH, *(() if call.ragged == "m" else (call.groups,)), call.m, call.n)
 
 
-def product_of(call: Call) -> GroupedProduct:
+def product_of(call: Call) -> Product:
     """Return the product of the operands as they lie in memory."""
 
     def strides(shape: tuple[int, ...], order: str, has_groups: bool) -> tuple[int, ...]:
@@ -104,8 +105,8 @@ def product_of(call: Call) -> GroupedProduct:
         strides(rhs, call.order[1], has_groups=of_rows),
         strides(out_shape(call), "N", has_groups=not of_rows),
     )
-    ragged = GroupedGeometry(geometry, call.ragged, (call.groups + 1,))
-    return GroupedProduct(ragged, *map(np.dtype, TYPES[call.arithmetic]), call.arithmetic)
+    ragged = GroupedGeometry.of(geometry, call.ragged, (call.groups + 1,))
+    return Product(ragged, *map(np.dtype, TYPES[call.arithmetic]), call.arithmetic)
 
 
 def kinds_of_bounds(call: Call) -> list[np.ndarray]:

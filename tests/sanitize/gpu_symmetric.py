@@ -17,8 +17,8 @@ import numpy as np
 
 import jax_tilekern as jtk
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import SymmetricProduct
-from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.tuning.product_timing import ArrayProduct
@@ -42,8 +42,8 @@ def check_tiles(gpu: Gpu) -> int:
             geometry = MatmulGeometry(
                 (batch,), m, m, k, (m * k, k, 1), (m * k, 1, k), (m * m, m, 1)
             )
-            product = SymmetricProduct(geometry, dtype, dtype, out, arithmetic)
-            found = symmetric_candidates(product, gpu)
+            product = Product(geometry, dtype, dtype, out, arithmetic, symmetric=True)
+            found = wgmma_candidates(product, gpu)
             if isinstance(found, NoKernel):
                 print(f"{arithmetic}: {found.reason}", flush=True)
                 continue

@@ -1,54 +1,56 @@
 """The choice of a kernel for a matrix product, among what the families of kernels offer.
 
-``sm80/`` plans for the tensor cores of sm_80 and later and for CUDA cores, ``sm90/`` for Hopper's
-tensor cores and for float32 emulated on those, and ``vector_product.py`` where one operand is a
-vector. Where a product was tuned, the measured choice of ``plans/tuned.py`` replaces that of the
-policy. Two products of one ``lhs`` have one kernel or two.
+``gemm/sm80`` and ``grouped_gemm/sm80`` plan for the tensor cores of sm_80 and later and for CUDA
+cores, ``gemm/sm90`` and ``grouped_gemm/sm90`` for Hopper's tensor cores and for float32 emulated on
+those, ``gemm/small`` for small matrices, and ``vector_product.py`` where one operand is a vector.
+Where a product was tuned, the measured choice of ``plans/tuned.py`` replaces that of the policy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
-from jax_tilekern.plans.candidate import CostedCandidate, fused_plan, ranked_candidates
+from jax_tilekern.plans.candidate import CostedCandidate, Family, fused_plan, ranked_candidates
 from jax_tilekern.plans.gemm.epilogue import EpilogueArray
-from jax_tilekern.plans.gemm.problem import (
-    PairProduct,
-    Product,
-    ScaledProduct,
-    SymmetricProduct,
-    copy_cycles,
-)
+from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm80.candidates import MMA
-from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
+from jax_tilekern.plans.gemm.sm90.candidates import WGMMA, wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
-from jax_tilekern.plans.gemm.sm90.pair import pair_candidates
-from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
-from jax_tilekern.plans.gemm.sm90.symmetric import SymmetricCandidate, symmetric_candidates
 from jax_tilekern.plans.gemm.small.candidates import SMALL
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
 from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA
+from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
 from jax_tilekern.plans.policy import choose, current_policy, plan_choice, workload
 from jax_tilekern.plans.tuned import tuned_plan
 
-_FAMILIES = (WGMMA, EMULATED, SMALL, MMA)
-_QUANTIZING = (WGMMA, MMA)
+
+def _families(product: Product) -> Sequence[Family]:
+    """Return the families of kernels that may compute a product."""
+    hopper_alone = product.pair or product.scales is not None
+    if product.is_grouped:
+        return (GROUPED_WGMMA,) if hopper_alone else (GROUPED_WGMMA, GROUPED_MMA)
+    if hopper_alone or product.symmetric:
+        return (WGMMA,)
+    if product.epilogue is not None and product.epilogue.quantized:
+        return (WGMMA, MMA)
+    return (WGMMA, EMULATED, SMALL, MMA)
 
 
 def candidates(product: Product, gpu: Gpu) -> list[CostedCandidate] | NoKernel:
     """Return the ways to compute a product, best first by the cost model."""
-    m, n = product.geometry.m, product.geometry.n
-    if min(m, n) == 1 and product.epilogue is None:
+    families, g = _families(product), product.geometry
+    if min(g.m, g.n) == 1 and product.epilogue is None and SMALL in families:
         vectors = vector_product_candidates(product, gpu)
         if vectors:
             # Memory is the limit, and tensor cores gain nothing.
             return [*vectors]
-        if m == n:
+        if g.m == g.n:
             return NoKernel("dot products of vectors that are no rows have no kernel")
-    quantizes = product.epilogue is not None and product.epilogue.quantized
-    return ranked_candidates(_QUANTIZING if quantizes else _FAMILIES, product, gpu)
+    return ranked_candidates(families, product, gpu)
 
 
 def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
@@ -59,15 +61,24 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     NvrtcNotFound
         If there is no NVRTC to compile the kernel with.
     """
+    if product.pair and not product.is_grouped:
+        return _plan_pair(product, gpu)
+    if product.symmetric:
+        return _plan_symmetric(product, gpu)
     found = candidates(product, gpu)
     if isinstance(found, NoKernel):
         return found
-    # Products are tuned without epilogues, and the choice holds with one.
-    tuned = tuned_plan(product.with_epilogue(None), gpu, found)
-    if tuned is not None:
-        return tuned
+    # XLA has none of these, and they are not tuned.
+    of_kernels_alone = product.is_grouped or product.scales is not None
+    if not of_kernels_alone:
+        # Products are tuned without epilogues, and the choice holds with one.
+        tuned = tuned_plan(product.with_epilogue(None), gpu, found)
+        if tuned is not None:
+            return tuned
     if product.epilogue is not None:
         return fused_plan(found, gpu)
+    if of_kernels_alone:
+        return found[0].plan(gpu)
     return plan_choice(workload.of_product(product), found, gpu)
 
 
@@ -76,18 +87,18 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
 _HALF_OVER_ESTIMATE = 1.1
 
 
-def plan_symmetric(product: SymmetricProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
+def _plan_symmetric(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan and compile a product whose result is symmetric.
 
     A kernel that computes half of it is compared with the kernels that compute all of it, and
     without an epilogue with XLA's product.
     """
-    asked = current_policy() == "kernels"
+    asked, whole = current_policy() == "kernels", dataclasses.replace(product, symmetric=False)
     if not asked and product.lhs_dtype.itemsize != 2:
-        return plan_matmul(product, gpu)
-    halves, wholes = symmetric_candidates(product, gpu), candidates(product, gpu)
+        return plan_matmul(whole, gpu)
+    halves, wholes = wgmma_candidates(product, gpu), candidates(whole, gpu)
     if isinstance(halves, NoKernel):
-        return plan_matmul(product, gpu)
+        return plan_matmul(whole, gpu)
     slower = 1.0 if asked else _HALF_OVER_ESTIMATE
     costs: list[tuple[float, CostedCandidate]] = [(slower * x.cycles, x) for x in halves]
     if not isinstance(wholes, NoKernel):
@@ -95,40 +106,56 @@ def plan_symmetric(product: SymmetricProduct, gpu: Gpu) -> LaunchPlan | NoKernel
     if product.epilogue is not None:
         return fused_plan([x for _, x in sorted(costs, key=lambda found: found[0])], gpu)
     least, best = min(costs, key=lambda found: found[0])
-    if not isinstance(best, SymmetricCandidate):
-        return plan_matmul(product, gpu)
+    if best not in halves:
+        return plan_matmul(whole, gpu)
     if asked or isinstance(wholes, NoKernel):
         return best.plan(gpu)
-    ours, xla = choose(workload.of_product(product), wholes, gpu).predicted_us
+    ours, xla = choose(workload.of_product(whole), wholes, gpu).predicted_us
     if ours is None or xla is None:
-        return plan_matmul(product, gpu)
+        return plan_matmul(whole, gpu)
     # What the policy knows of a product's kernels holds for half of it.
     half = least / wholes[0].cycles * ours
     if half > xla:
-        return plan_matmul(product, gpu)
+        return plan_matmul(whole, gpu)
     return dataclasses.replace(best.plan(gpu), predicted_us=PredictedUs(half, xla))
 
 
-def plan_scaled(product: ScaledProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan and compile a product of operands with scales."""
-    found = scaled_candidates(product, gpu)
+# Bytes of a line of L1, and of L1 beside the shared memory of a kernel.
+_LINE_BYTES = 128
+_L1_BYTES = 28 << 10
+# The share of a kernel's time that scales cost whose lines do not stay in L1: 0.08 to 0.14 on an
+# H100 (docs/tuning-log.md).
+_SCATTERED_ROWS = 0.08
+
+
+def copies_rows_first(product: Product, gpu: Gpu) -> bool:
+    """Return whether a product is faster after a copy of lhs's scales, with adjacent rows."""
+    assert product.scales is not None
+    (scales, _), g = product.scales, product.geometry
+    if scales.block_rows != 1 or scales.row_stride <= 1:
+        return False
+    found = wgmma_candidates(product, gpu)
     if isinstance(found, NoKernel):
-        return found
-    best, *_ = ranked = sorted(found, key=lambda x: x.cycles)
-    return best.plan(gpu) if product.epilogue is None else fused_plan(ranked, gpu)
+        return False
+    best = min(found, key=lambda candidate: candidate.cycles)
+    lines = best.tile.block_m * min(_LINE_BYTES, 4 * scales.row_stride)
+    if best.swapped or lines <= _L1_BYTES:
+        return False
+    count = math.prod(g.batch) * g.m * math.ceil(g.k / best.instance.block_k)
+    return _SCATTERED_ROWS * best.cycles > copy_cycles(4 * count, gpu)
 
 
 # The share of the time of writing a result that kernels took beyond their estimates (H100).
 _EXPOSED_STORES = 0.4
 
 
-def plan_pair(product: PairProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
+def _plan_pair(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan and compile two products in one kernel, if that is predicted to be faster.
 
     It is compared with a kernel for each product, the second of which reads the first one's
     result, and with XLA's products and a pass that combines them.
     """
-    found = pair_candidates(product, gpu)
+    found = wgmma_candidates(product, gpu)
     if isinstance(found, NoKernel):
         return found
     limit, what = min((_of_two_kernels(product, gpu), "two"), (_of_xla(product, gpu), "XLA's"))
@@ -141,9 +168,9 @@ def plan_pair(product: PairProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
     return fused_plan(faster, gpu)
 
 
-def _of_two_kernels(product: PairProduct, gpu: Gpu) -> float:
+def _of_two_kernels(product: Product, gpu: Gpu) -> float:
     """Return the predicted cycles of a kernel for each product."""
-    plain, epilogue = _plain(product), product.epilogue
+    plain, epilogue = product.plain(product.geometry), product.epilogue
     assert epilogue is not None
     read = EpilogueArray(product.out_dtype, "float", product.geometry.out_strides)
     operands = (read, *epilogue.operands)
@@ -154,9 +181,9 @@ def _of_two_kernels(product: PairProduct, gpu: Gpu) -> float:
     return _EXPOSED_STORES * stores + sum(times)
 
 
-def _of_xla(product: PairProduct, gpu: Gpu) -> float:
+def _of_xla(product: Product, gpu: Gpu) -> float:
     """Return the predicted cycles of XLA's products and of the pass that combines them."""
-    plain = _plain(product)
+    plain = product.plain(product.geometry)
     found = candidates(plain, gpu)
     if isinstance(found, NoKernel):
         return math.inf
@@ -169,11 +196,6 @@ def _of_xla(product: PairProduct, gpu: Gpu) -> float:
     return 2 * found[0].cycles * xla / ours + combining
 
 
-def _result_bytes(product: PairProduct) -> int:
+def _result_bytes(product: Product) -> int:
     geometry = product.geometry
     return math.prod(geometry.batch) * geometry.m * geometry.n * product.out_dtype.itemsize
-
-
-def _plain(product: PairProduct) -> Product:
-    """Return one of the products, without an epilogue."""
-    return Product(product.geometry, *product.dtypes, product.arithmetic)

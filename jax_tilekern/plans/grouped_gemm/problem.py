@@ -1,13 +1,13 @@
-"""A grouped GEMM to plan for: a product for each group of rows, whose sizes the device knows."""
+"""Groups of rows: a product for each, whose sizes the device knows."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import OfPair, OfScaled, Product, TypedProduct
 from jax_tilekern.plans.launch import Scalars
 
 # Batch dimensions besides the groups.
@@ -15,7 +15,7 @@ MAX_GROUP_BATCH_DIMS = 3
 
 
 @dataclass(frozen=True)
-class GroupedGeometry:
+class GroupedGeometry(MatmulGeometry):
     """A batched matrix product whose last batch dimension is a group with some of the rows.
 
     "Rows" are positions along the ragged dimension. Group ``g`` of batch ``b`` has rows
@@ -31,38 +31,42 @@ class GroupedGeometry:
 
     Attributes
     ----------
-    product
-        Sizes and strides; the last batch dimension is the group, and ``m`` or ``k`` has the rows
-        of all groups.
     ragged
-        Which dimension is ragged.
+        Which dimension is ragged: it has the rows of all groups.
     bounds_strides
         Strides of the bounds along the other batch dimensions; bounds of a batch are adjacent.
     """
 
-    product: MatmulGeometry
     ragged: Literal["m", "k"]
     bounds_strides: tuple[int, ...]
 
+    @classmethod
+    def of(
+        cls, product: MatmulGeometry, ragged: Literal["m", "k"], bounds_strides: tuple[int, ...]
+    ) -> GroupedGeometry:
+        """Return a product whose last batch dimension is the group."""
+        sizes = {x.name: getattr(product, x.name) for x in dataclasses.fields(MatmulGeometry)}
+        return cls(**sizes, ragged=ragged, bounds_strides=bounds_strides)
+
     @property
-    def batch(self) -> tuple[int, ...]:
+    def outer_batch(self) -> tuple[int, ...]:
         """Sizes of the batch dimensions without the group."""
-        return self.product.batch[:-1]
+        return self.batch[:-1]
 
     @property
     def groups(self) -> int:
         """The number of groups."""
-        return self.product.batch[-1]
+        return self.batch[-1]
 
     @property
     def rows(self) -> int:
         """Size of the ragged dimension."""
-        return self.product.m if self.ragged == "m" else self.product.k
+        return self.m if self.ragged == "m" else self.k
 
     @property
     def spans(self) -> int:
         """Ranges of rows: each group's, and each batch's before the first and after the last."""
-        return math.prod(self.batch) * (self.groups + 2)
+        return math.prod(self.outer_batch) * (self.groups + 2)
 
     @property
     def used_groups(self) -> int:
@@ -75,64 +79,25 @@ class GroupedGeometry:
         return self.rows / self.groups
 
 
-@dataclass(frozen=True)
-class GroupedProduct(TypedProduct[GroupedGeometry]):
-    """A grouped GEMM."""
-
-    # The bounds are an operand too.
-    _OPERANDS: ClassVar[int] = 3
-
-    @property
-    def strided(self) -> MatmulGeometry:
-        """Sizes and strides of the three arrays."""
-        return self.geometry.product
-
-    @property
-    def rhs_bytes(self) -> int:
-        """Bytes of ``rhs``, of the groups that may have rows alone if it has groups."""
-        geometry = self.geometry
-        if geometry.ragged == "k":
-            return super().rhs_bytes
-        return super().rhs_bytes * geometry.used_groups // geometry.groups
-
-    def dense(self, geometry: MatmulGeometry | None = None) -> Product:
-        """Return a dense product of the same types, of all rows unless a geometry is given."""
-        return Product(geometry or self.strided, *self.dtypes, self.arithmetic)
-
-
-@dataclass(frozen=True)
-class GroupedPair(OfPair[GroupedGeometry], GroupedProduct):
-    """Two grouped GEMMs of one ``lhs`` with ragged rows."""
-
-    _OPERANDS: ClassVar[int] = 4
-
-
-@dataclass(frozen=True)
-class GroupedScaledProduct(OfScaled[GroupedGeometry], GroupedProduct):
-    """A grouped GEMM of ragged rows of operands with scales, of which ``lhs`` has those of rows."""
-
-    _OPERANDS: ClassVar[int] = 5
-
-
 def max_tiles(geometry: GroupedGeometry, block_rows: int) -> int:
     """Return how many tiles of rows there are at most, whatever the bounds.
 
     Each span has at most one partial tile.
     """
-    full = math.prod(geometry.batch) * (geometry.rows // block_rows)
-    return full + min(geometry.spans, math.prod(geometry.batch) * geometry.rows)
+    full = math.prod(geometry.outer_batch) * (geometry.rows // block_rows)
+    return full + min(geometry.spans, math.prod(geometry.outer_batch) * geometry.rows)
 
 
 def pack_groups(geometry: GroupedGeometry) -> Scalars:
     """Return the kernels' ``GroupShape``, field by field as in ``grouped_gemm/groups.cuh``."""
-    missing = MAX_GROUP_BATCH_DIMS - len(geometry.batch)
+    missing = MAX_GROUP_BATCH_DIMS - len(geometry.outer_batch)
     return Scalars.pack(
         f"{MAX_GROUP_BATCH_DIMS}q{MAX_GROUP_BATCH_DIMS + 3}i",
         *(0,) * missing,
         *geometry.bounds_strides,
         *(1,) * missing,
-        *geometry.batch,
-        math.prod(geometry.batch),
+        *geometry.outer_batch,
+        math.prod(geometry.outer_batch),
         geometry.groups,
         geometry.rows,
     )

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate, Family
 from jax_tilekern.plans.gemm.epilogue_text import kernel_with_epilogue
-from jax_tilekern.plans.gemm.problem import Product, TypedProduct
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.config import (
     MMA_ARITHMETICS,
     MatmulInstance,
@@ -104,7 +104,7 @@ class TiledMmaCandidate(CostedCandidate):
         The estimated cost.
     """
 
-    product: TypedProduct[Any]
+    product: Product
     instance: MatmulInstance
     grid: tuple[int, int, int]
     raster_height: int
@@ -144,9 +144,9 @@ class TiledMmaCandidate(CostedCandidate):
         kernel = kernel_with_epilogue(
             plain,
             product.epilogue,
-            columns=product.strided.n,
-            within_rows=product.strided.m % tile.block_m == 0,
-            within_columns=product.strided.n % tile.block_n == 0,
+            columns=product.geometry.n,
+            within_rows=product.geometry.m % tile.block_m == 0,
+            within_columns=product.geometry.n % tile.block_n == 0,
             tile_columns=tile.block_n,
         )
         return kernel, product.epilogue.parameters(product.out_buffer)
@@ -185,7 +185,7 @@ class TiledMmaCandidate(CostedCandidate):
         """
         instance = self.instance
         shape = pack_shape(
-            self.product.strided, instance, self.grid[:2], self.raster_height, self.out_vectors
+            self.product.geometry, instance, self.grid[:2], self.raster_height, self.out_vectors
         )
         return Launch(
             entry=compiled.entry((kernel or instance.kernel).name),
@@ -205,7 +205,7 @@ class Grid(NamedTuple):
 
 def tiled_candidates(
     kind: type[_Candidate],
-    product: TypedProduct[Any],
+    product: Product,
     typical: Product,
     operands: tuple[OperandLayout, OperandLayout],
     grid: Callable[[MatmulTile], Grid | None],
@@ -228,7 +228,7 @@ def tiled_candidates(
     gpu
         What it is for.
     """
-    out_vectors = has_vector_rows(product.strided, product.out_dtype.itemsize)
+    out_vectors = has_vector_rows(product.geometry, product.out_dtype.itemsize)
     found: list[_Candidate] = []
     for instance, resident in instances_for(typical, *operands, gpu):
         tile = instance.tile
@@ -251,7 +251,7 @@ def tiled_candidates(
     return found or NoKernel(f"{product.geometry} has more tiles than a grid has CTAs")
 
 
-def refusal(product: TypedProduct[Any], gpu: Gpu) -> NoKernel | None:
+def refusal(product: Product, gpu: Gpu) -> NoKernel | None:
     """Return why the kernels do not take a product on a GPU, or ``None``."""
     how = MMA_ARITHMETICS[product.arithmetic]
     refused = product.refusal(how.types)
@@ -264,8 +264,6 @@ def refusal(product: TypedProduct[Any], gpu: Gpu) -> NoKernel | None:
 @dataclass(frozen=True)
 class MmaCandidate(TiledMmaCandidate):
     """A kernel for a matrix product, not compiled yet."""
-
-    product: Product
 
     @property
     def key(self) -> str:

@@ -1,4 +1,4 @@
-"""Plans for matrix products on Hopper: the kernel of ``gemm/sm90/matmul.cuh``.
+"""Plans for matrix products on the kernels of ``gemm/sm90``, each of them a ``Variant``.
 
 A candidate is a tile, an orientation (A and B swapped or not), and a number of splits (split-K).
 Operands that tensor maps cannot describe are packed first, and partial results are added last.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -24,11 +23,13 @@ from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm90.config import (
     WGMMA_ARITHMETICS,
-    WgmmaInstance,
     WgmmaTile,
     dense_tiles,
     instance_for,
 )
+from jax_tilekern.plans.gemm.sm90.pair import PAIR
+from jax_tilekern.plans.gemm.sm90.scaled import SCALED
+from jax_tilekern.plans.gemm.sm90.symmetric import SYMMETRIC
 from jax_tilekern.plans.gemm.sm90.tiling import (
     CLAIMED_BYTES,
     CLEAR_CLAIMED,
@@ -42,41 +43,56 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
     reread_cycles,
     with_scheduler,
 )
+from jax_tilekern.plans.gemm.sm90.variant import Variant
 from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct, fits_tma
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKernel, Parameter
+from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKernel
 
 # Where A and B are swapped, an epilogue reads its matrices across their rows, element by element.
 _ACROSS_ROWS = 1.05
-# An MMA of one warpgroup is 64 rows by up to 256 columns.
-TILES = (
-    WgmmaTile(128, 256),
-    WgmmaTile(256, 128),
-    WgmmaTile(128, 256, cluster=2),
-    WgmmaTile(256, 128, cluster=2),
-    WgmmaTile(128, 224),
-    WgmmaTile(128, 192, cooperative=False),
-    WgmmaTile(128, 160, cooperative=False),
-    WgmmaTile(128, 128, cooperative=False),
-    WgmmaTile(128, 96, cooperative=False),
-    WgmmaTile(128, 128),
-    WgmmaTile(128, 64),
-    WgmmaTile(64, 256, consumers=1),
-    WgmmaTile(64, 192, consumers=1),
-    WgmmaTile(64, 128, consumers=1),
-    WgmmaTile(64, 96, consumers=1),
-    WgmmaTile(64, 64, consumers=1),
-    WgmmaTile(64, 64, cooperative=False),
-    WgmmaTile(128, 32),
-    WgmmaTile(128, 16),
-    WgmmaTile(64, 32, consumers=1),
-    WgmmaTile(64, 16, consumers=1),
-)
-
 # Splits of fewer k-tiles spend their time on filling the pipeline. More splits than there are idle
 # SMs for balance the rounds of work tiles, and each costs a pass over the partial results.
 _MIN_SPLIT_K_TILES = 8
 _MAX_SPLITS = 12
+
+
+PLAIN = Variant(
+    name="wgmma_matmul",
+    key="wgmma",
+    # An MMA of one warpgroup is 64 rows by up to 256 columns.
+    tiles=(
+        WgmmaTile(128, 256),
+        WgmmaTile(256, 128),
+        WgmmaTile(128, 256, cluster=2),
+        WgmmaTile(256, 128, cluster=2),
+        WgmmaTile(128, 224),
+        WgmmaTile(128, 192, cooperative=False),
+        WgmmaTile(128, 160, cooperative=False),
+        WgmmaTile(128, 128, cooperative=False),
+        WgmmaTile(128, 96, cooperative=False),
+        WgmmaTile(128, 128),
+        WgmmaTile(128, 64),
+        WgmmaTile(64, 256, consumers=1),
+        WgmmaTile(64, 192, consumers=1),
+        WgmmaTile(64, 128, consumers=1),
+        WgmmaTile(64, 96, consumers=1),
+        WgmmaTile(64, 64, consumers=1),
+        WgmmaTile(64, 64, cooperative=False),
+        WgmmaTile(128, 32),
+        WgmmaTile(128, 16),
+        WgmmaTile(64, 32, consumers=1),
+        WgmmaTile(64, 16, consumers=1),
+    ),
+)
+
+
+def variant_of(product: Product) -> Variant:
+    """Return the kernel of a dense product."""
+    if product.scales:
+        return SCALED
+    if product.pair:
+        return PAIR
+    return SYMMETRIC if product.symmetric else PLAIN
 
 
 @dataclass(frozen=True)
@@ -91,24 +107,19 @@ class WgmmaCandidate(TiledWgmmaCandidate):
         The factor of split-K; another kernel adds the partial results.
     """
 
-    _NAME: ClassVar[str] = "wgmma_matmul"
-
     product: Product
     splits: int
 
     @property
-    def _scale_parameters(self) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-        """The kernel's parameters before and after the shape, of operands with scales."""
-        return (), ()
-
-    @property
     def key(self) -> str:
-        """The tile, the orientation, and the factor of split-K."""
-        return f"wgmma {self.tile_key}" + (f" in {self.splits} splits" if self.splits > 1 else "")
+        """The kernel, the tile, the orientation, and the factor of split-K."""
+        splits = f" in {self.splits} splits" if self.splits > 1 else ""
+        return f"{variant_of(self.product).key} {self.tile_key}{splits}"
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it, with the passes that it needs."""
         product, instance = self.product, self.instance
+        variant = variant_of(product)
         packs = _packs(product)
         sums = _reduce_pass(product, self.splits)
         rows = self._row_passes
@@ -124,7 +135,7 @@ class WgmmaCandidate(TiledWgmmaCandidate):
             product.out_buffer,
             [workspaces[id(p)] for p in rows],
         )
-        further, strides = self._scale_parameters
+        further, strides = variant.parameters(product, instance)
         dynamic = [CLEAR_CLAIMED] if instance.dynamic else []
         kernels = dict.fromkeys([kernel, *dynamic, *(p.kernel for p in passes)])
         compiled = compile_kernels(*kernels, arch=gpu.arch)
@@ -145,7 +156,8 @@ class WgmmaCandidate(TiledWgmmaCandidate):
             launch_tiles(
                 compiled, self.tile, instance, view, self.splits, gpu,
                 kernel=kernel,
-                more=((claimed,) if instance.dynamic else further, (*strides, *more)),
+                work_tiles=self.splits * variant.work_tiles(self.tile, view),
+                more=((*further, *([claimed] if instance.dynamic else [])), (*strides, *more)),
                 stores=product.epilogue is None or product.epilogue.stores,
             )
         )  # fmt: skip
@@ -159,7 +171,7 @@ class WgmmaCandidate(TiledWgmmaCandidate):
             launches.append(reduction.launch(compiled, workspaces[id(reduction)], result))
         out_alignment = self.out_alignment(product.out_dtype.itemsize)
         return LaunchPlan(
-            name=f"{self._NAME} {product.arithmetic}",
+            name=f"{variant.name} {product.arithmetic}",
             gpu=gpu,
             launches=tuple(launches),
             alignments=product.alignments(
@@ -182,56 +194,42 @@ class WgmmaCandidate(TiledWgmmaCandidate):
         rows, columns = geometry.m, geometry.n
         if self.swapped:
             epilogue, rows, columns = epilogue.swapped(), columns, rows
-        tiles = math.ceil(columns / self.tile.block_n)
+        tiles = math.ceil(columns / self.tile.out_n)
         return [RowTilesPass(x, geometry.batch, rows, tiles) for x in epilogue.reductions]
 
     def _reason(self, packs: dict[int, PackPass]) -> str:
-        text = self.tile_reason + (f", split-K by {self.splits}" if self.splits > 1 else "")
+        computes = variant_of(self.product).computes
+        text = f"{computes}, {self.tile_reason}" if computes else self.tile_reason
+        text += f", split-K by {self.splits}" if self.splits > 1 else ""
         names = [("lhs", "rhs")[buffer] for buffer in packs]
         return text + (f", {' and '.join(names)} packed first" if names else "")
 
 
 def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKernel:
     """Return the ways to compute a product, or why there is none."""
-    return candidates_in(product, TILES, gpu)
-
-
-def candidates_in(
-    product: Product,
-    tiles: Sequence[WgmmaTile],
-    gpu: Gpu,
-    *,
-    specialised: Callable[[WgmmaInstance], WgmmaInstance | None] = lambda instance: instance,
-    candidate: type[WgmmaCandidate] = WgmmaCandidate,
-) -> list[WgmmaCandidate] | NoKernel:
-    """Return the ways to compute a product in some tiles, or why there is none.
-
-    Parameters
-    ----------
-    product, tiles, gpu
-        What is computed, and in what.
-    specialised
-        Makes a kernel one that ``candidate`` has, or ``None`` if it does not.
-    candidate
-        The class of the candidates.
-    """
+    variant, epilogue = variant_of(product), product.epilogue
+    if product.arithmetic not in variant.arithmetics:
+        return NoKernel(f"no {variant.kernel} computes in {product.arithmetic}")
     how = WGMMA_ARITHMETICS[product.arithmetic]
-    refused = refusal(product, how.types, gpu)
+    refused = refusal(product, how.types, gpu) or variant.refusal(product)
     if refused:
         return refused
     packs = _packs(product)
+    if packs and not variant.has_passes:
+        return NoKernel("TMA does not load rows that are no multiples of 16 bytes")
     if not all(pack.fits for pack in packs.values()):
         return NoKernel("an operand has more rows than a launch can pack")
     packing = sum(copy_cycles(pack.workspace_bytes, gpu) for pack in packs.values())
     view = _packed(OrientedProduct.of(product), packs, product.first_workspace)
     found = []
-    epilogue = product.epilogue
-    for tile, oriented in oriented_tiles(view, tiles, gpu):
-        for splits in _split_counts(tile, oriented, gpu):
-            special = specialised(instance_for(tile, oriented, how.promote, splits, gpu))
-            if special is None:
+    for tile, oriented in oriented_tiles(
+        view, variant.tiles, gpu, swaps=variant.swaps, store_row_bytes=variant.store_row_bytes
+    ):
+        for splits in _split_counts(tile, oriented, gpu) if variant.has_passes else (1,):
+            plain = instance_for(tile, oriented, how.promote, splits, gpu)
+            instance = variant.instance(product, oriented, plain, gpu)
+            if instance is None:
                 continue
-            instance = special
             if epilogue and epilogue.has_row_results:
                 # A row of a split has no sums to reduce.
                 if splits > 1 or not epilogue.fits_orientation(swapped=instance.out_m_major):
@@ -241,7 +239,7 @@ def candidates_in(
                 if not epilogue.stores:
                     # No address of an element takes registers.
                     instance = dataclasses.replace(instance, tma_store=True)
-            work_tiles = splits * dense_tiles(tile, oriented)
+            work_tiles = splits * variant.work_tiles(tile, oriented)
             if not is_launchable(instance, work_tiles):
                 continue
             instance = with_scheduler(instance, work_tiles, gpu)
@@ -249,14 +247,18 @@ def candidates_in(
             busy = busy_cycles(
                 tile, instance, oriented, product.arithmetic, work_tiles, k_tiles, gpu,
                 # The reduction of split-K applies it otherwise.
-                product.epilogue if splits == 1 else None,
+                epilogue if splits == 1 else None,
             )  # fmt: skip
-            cycles = product.cycles(busy, gpu) + packing + reread_cycles(tile, oriented, gpu)
+            if not tile.cooperative:
+                busy *= variant.ping_pong
+            cycles = product.cycles(busy, gpu) + packing
+            if variant.rereads:
+                cycles += reread_cycles(tile, oriented, gpu)
             if splits > 1:
                 cycles += copy_cycles(splits * _outputs(product) * 4, gpu)
-            if product.epilogue and product.epilogue.has_matrices and oriented.out_m_major:
+            if epilogue and epilogue.has_matrices and oriented.out_m_major:
                 cycles *= _ACROSS_ROWS
-            found.append(candidate(tile, instance, cycles, product, splits))
+            found.append(WgmmaCandidate(tile, instance, cycles, product, splits))
     return found or NoKernel("no wgmma tile fits the operands")
 
 
@@ -277,7 +279,7 @@ def _packs(product: Product) -> dict[int, PackPass]:
         if not fits_tma(operand, dtype)
     }
     mn_major = [i for i, operand in enumerate(operands) if not operand.k_major and i not in packs]
-    if dtypes[0].itemsize == 2:
+    if dtypes[0].itemsize == 2 or not variant_of(product).has_passes:
         return packs
     packed = None
     if product.epilogue and product.epilogue.has_row_results:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -122,6 +123,22 @@ WGMMA_ARITHMETICS = {
 }
 
 
+# The file and the name of a kernel, by what it has beside a plain one.
+_MATMUL, _DYNAMIC = "gemm/sm90/matmul.cuh", "gemm/sm90/dynamic_matmul.cuh"
+_GROUPED = "grouped_gemm/sm90/matmul.cuh"
+_KERNELS: Mapping[tuple[str, ...], tuple[str, str]] = {
+    (): (_MATMUL, "wgmma_matmul"),
+    ("parts",): (_MATMUL, "wgmma_matmul_of_parts"),
+    ("scales",): ("gemm/sm90/scaled_matmul.cuh", "scaled_wgmma_matmul"),
+    ("pair",): (_MATMUL, "wgmma_matmul_of_pair"),
+    ("symmetric",): (_MATMUL, "wgmma_symmetric_matmul"),
+    ("dynamic",): (_DYNAMIC, "wgmma_matmul_dynamic"),
+    ("pair", "dynamic"): (_DYNAMIC, "wgmma_matmul_of_pair_dynamic"),
+    ("symmetric", "dynamic"): (_DYNAMIC, "wgmma_symmetric_matmul_dynamic"),
+    ("ragged",): (_GROUPED, "ragged_wgmma_matmul"),
+    ("pair", "ragged"): (_GROUPED, "ragged_wgmma_matmul_of_pair"),
+    ("scales", "ragged"): ("grouped_gemm/sm90/scaled_matmul.cuh", "scaled_ragged_wgmma_matmul"),
+}
 _NOT_IN_CONFIG = (
     "types", "symmetric", "scaled_columns", "dynamic", "ragged", "column_step", "scheduler_bytes",
 )  # fmt: skip
@@ -166,39 +183,24 @@ class WgmmaInstance:
         """What the compiler is asked for."""
         names = [f.name for f in dataclasses.fields(self)]
         choices = {name: getattr(self, name) for name in names if name not in _NOT_IN_CONFIG}
-        config = cxx_config("WgmmaConfig", **choices)
-        types = "".join(f"{name}, " for name in self.types)
+        arguments = [*self.types, cxx_config("WgmmaConfig", **choices)]
+        if self.parts > 1:
+            del arguments[:3]
         if self.ragged:
-            ragged = f"tilekern::Ragged::k{self.ragged.upper()}"
-            steps = f"{self.column_step}, {self.tma_column_step}, {self.rhs_tma_rows}"
-            if self.scaled_columns is not None:
-                name = f"scaled_ragged_wgmma_matmul<{types}{config}, {ragged}, {steps}"
-                return Kernel(
-                    "grouped_gemm/sm90/scaled_matmul.cuh",
-                    f"tilekern::{name}, {str(self.scaled_columns).lower()}>",
-                )
-            of = "_of_pair" if self.lhs_pair else ""
-            name = f"tilekern::ragged_wgmma_matmul{of}<{types}{config}, {ragged}, {steps}>"
-            return Kernel("grouped_gemm/sm90/matmul.cuh", name)
-        if self.dynamic:
-            of_pair = "_of_pair" if self.pair else ""
-            what = "symmetric_matmul" if self.symmetric else f"matmul{of_pair}"
-            name = f"tilekern::wgmma_{what}_dynamic<{types}{config}>"
-            return Kernel("gemm/sm90/dynamic_matmul.cuh", name)
-        if self.pair:
-            return Kernel(
-                "gemm/sm90/matmul.cuh", f"tilekern::wgmma_matmul_of_pair<{types}{config}>"
-            )
+            steps = self.column_step, self.tma_column_step, self.rhs_tma_rows
+            arguments += [f"tilekern::Ragged::k{self.ragged.upper()}", *map(str, steps)]
         if self.scaled_columns is not None:
-            columns = str(self.scaled_columns).lower()
-            name = f"tilekern::scaled_wgmma_matmul<{types}{config}, {columns}>"
-            return Kernel("gemm/sm90/scaled_matmul.cuh", name)
-        if self.symmetric:
-            return Kernel(
-                "gemm/sm90/matmul.cuh", f"tilekern::wgmma_symmetric_matmul<{types}{config}>"
-            )
-        name = f"wgmma_matmul<{types}" if self.parts == 1 else "wgmma_matmul_of_parts<"
-        return Kernel("gemm/sm90/matmul.cuh", f"tilekern::{name}{config}>")
+            arguments.append(str(self.scaled_columns).lower())
+        has = {
+            "parts": self.parts > 1,
+            "scales": self.scaled_columns is not None,
+            "pair": self.pair or self.lhs_pair,
+            "symmetric": self.symmetric,
+            "dynamic": self.dynamic,
+            "ragged": bool(self.ragged),
+        }
+        file, name = _KERNELS[tuple(x for x in has if has[x])]
+        return Kernel(file, f"tilekern::{name}<{', '.join(arguments)}>")
 
     @property
     def threads(self) -> int:

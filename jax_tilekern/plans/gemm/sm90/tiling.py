@@ -9,21 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
+from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.arithmetic import ElementTypes
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, Staging
 from jax_tilekern.plans.gemm.epilogue_text import kernel_with_epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Product, TypedProduct
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm90.config import MAX_WORK_TILES, WgmmaInstance, WgmmaTile, takes
 from jax_tilekern.plans.gemm.tiles import (
     MAX_TMA_BATCH_DIMS,
     TILE_ROW_BYTES,
     OrientedProduct,
-    fits_tma,
     operand_map,
     out_map,
     raster_height,
@@ -34,7 +32,6 @@ from jax_tilekern.plans.launch import (
     TMA_STRIDE_BYTES,
     Buffer,
     Launch,
-    LaunchPlan,
     NoKernel,
     Parameter,
     Scalars,
@@ -260,38 +257,6 @@ class TiledWgmmaCandidate(CostedCandidate):
         """Return the bytes that the output's address is a multiple of."""
         return TMA_STRIDE_BYTES if self.instance.tma_store else itemsize
 
-    def plan_of_one_launch(
-        self,
-        product: Product,
-        gpu: Gpu,
-        *,
-        name: str,
-        reason: str,
-        further_map: TensorMap,
-        work_tiles: int | None = None,
-    ) -> LaunchPlan:
-        """Compile a kernel that needs no pass over arrays, and takes a further tensor map.
-
-        ``work_tiles`` is that of :func:`launch_tiles`.
-        """
-        kernel, more = self.fused(product.epilogue, product.geometry, product.out_buffer)
-        claimed = [Buffer(product.first_workspace)] if self.instance.dynamic else []
-        compiled = compile_kernels(kernel, *(CLEAR_CLAIMED for _ in claimed), arch=gpu.arch)
-        launch = launch_tiles(
-            compiled, self.tile, self.instance, OrientedProduct.of(product), 1, gpu,
-            kernel=kernel, work_tiles=work_tiles, more=((further_map, *claimed), more),
-            stores=product.epilogue is None or product.epilogue.stores,
-        )  # fmt: skip
-        out_alignment = self.out_alignment(product.out_dtype.itemsize)
-        return LaunchPlan(
-            name=f"{name} {product.arithmetic}",
-            gpu=gpu,
-            launches=(*(clear_claimed(compiled, buffer) for buffer in claimed), launch),
-            alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, out_alignment),
-            workspace_bytes=tuple(CLAIMED_BYTES for _ in claimed),
-            reason=f"{reason}, {self.tile_reason}",
-        )
-
 
 def oriented_tiles(
     view: OrientedProduct,
@@ -337,25 +302,14 @@ def with_scheduler(instance: WgmmaInstance, work_tiles: int, gpu: Gpu) -> WgmmaI
     return instance.with_dynamic_scheduler(gpu)
 
 
-def refusal(product: TypedProduct[Any], types: ElementTypes, gpu: Gpu) -> NoKernel | None:
+def refusal(product: Product, types: ElementTypes, gpu: Gpu) -> NoKernel | None:
     """Return why the kernels do not take a product on a GPU, or ``None``."""
     if gpu.compute_capability != _CAPABILITY:
         return NoKernel(f"{product.arithmetic} takes sm_90a, and this is {gpu.arch}")
-    batch = product.strided.batch
+    batch = product.geometry.batch
     if len(batch) > MAX_TMA_BATCH_DIMS:
         return NoKernel(f"{len(batch)} batch dimensions (wgmma takes at most {MAX_TMA_BATCH_DIMS})")
     return product.refusal(types)
-
-
-def refusal_of_one_launch(product: Product, types: ElementTypes, gpu: Gpu) -> NoKernel | None:
-    """Return why a kernel that needs no pass does not take a product, or ``None``."""
-    refused = refusal(product, types, gpu)
-    if refused:
-        return refused
-    view = OrientedProduct.of(product)
-    if not (fits_tma(view.lhs, view.lhs_dtype) and fits_tma(view.rhs, view.rhs_dtype)):
-        return NoKernel("TMA does not load rows that are no multiples of 16 bytes")
-    return None
 
 
 def launch_tiles(

@@ -17,6 +17,7 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.candidate import Family
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.candidates import (
     Grid,
     TiledMmaCandidate,
@@ -33,10 +34,9 @@ from jax_tilekern.plans.gemm.sm80.config import (
     rhs_operand,
 )
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct, pack_groups
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, pack_groups
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
 
-_BOUNDS_BYTES = 4
 # The rows before the first group and those after the last; see grouped_gemm/groups.cuh.
 _SPANS_OF_NO_GROUP = 2
 
@@ -48,8 +48,6 @@ class GroupedMmaCandidate(TiledMmaCandidate):
     With ragged ``m`` the grid's batch is without the groups, whose tiles are all along ``m``.
     """
 
-    product: GroupedProduct
-
     @property
     def key(self) -> str:
         """The kernel's family and its tile."""
@@ -58,17 +56,17 @@ class GroupedMmaCandidate(TiledMmaCandidate):
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
         product, family = self.product, self.instance.family
-        kernel, more = self.fused(grouped_kernel(self.instance, product.geometry.ragged))
+        kernel, more = self.fused(grouped_kernel(self.instance, product.groups.ragged))
         compiled = compile_kernels(kernel, arch=gpu.arch)
         buffers = map(Buffer, (0, 1, 2, product.out_buffer))
-        more = (pack_groups(product.geometry), *more)
+        more = (pack_groups(product.groups), *more)
         lhs, rhs, out = self.alignments
         tiles = f"at most {math.prod(self.grid)} tiles on {gpu.available_sms} SMs"
         return LaunchPlan(
             name=f"ragged_{family}_matmul {product.arithmetic}",
             gpu=gpu,
             launches=(self.launch(compiled, *buffers, kernel=kernel, more=more),),
-            alignments=product.alignments(lhs, rhs, _BOUNDS_BYTES, out),
+            alignments=product.alignments(lhs, rhs, out),
             reason=f"{self.tile_reason}, {tiles}",
         )
 
@@ -80,14 +78,12 @@ def grouped_kernel(instance: MatmulInstance, ragged: Literal["m", "k"]) -> Kerne
     return Kernel(f"grouped_gemm/sm80/{name}.cuh", f"tilekern::ragged_{name}<{arguments}>")
 
 
-def grouped_mma_candidates(
-    product: GroupedProduct, gpu: Gpu
-) -> list[GroupedMmaCandidate] | NoKernel:
+def grouped_mma_candidates(product: Product, gpu: Gpu) -> list[GroupedMmaCandidate] | NoKernel:
     """Return a candidate for each tile that the product can have, or why there is none."""
     refused = refusal(product, gpu)
     if refused:
         return refused
-    geometry = product.geometry
+    geometry = product.groups
     lhs, rhs = _operands(product)
 
     def grid(tile: MatmulTile) -> Grid | None:
@@ -96,7 +92,7 @@ def grouped_mma_candidates(
             return None
         return Grid(_grid(geometry, tile), _expected_tiles(geometry, tile))
 
-    average = product.dense(_average(geometry))
+    average = product.plain(_average(geometry))
     return tiled_candidates(GroupedMmaCandidate, product, average, (lhs, rhs), grid, gpu)
 
 
@@ -107,14 +103,14 @@ def _average(geometry: GroupedGeometry) -> MatmulGeometry:
     """Return the groups' products if all had the same number of rows."""
     rows = math.ceil(geometry.average_rows)
     if geometry.ragged == "m":
-        return dataclasses.replace(geometry.product, m=rows)
-    return dataclasses.replace(geometry.product, k=rows)
+        return dataclasses.replace(geometry, m=rows)
+    return dataclasses.replace(geometry, k=rows)
 
 
-def _operands(product: GroupedProduct) -> tuple[OperandLayout, OperandLayout]:
-    geometry = product.geometry
-    lhs = lhs_operand(geometry.product, product.lhs_dtype.itemsize)
-    rhs = rhs_operand(geometry.product, product.rhs_dtype.itemsize)
+def _operands(product: Product) -> tuple[OperandLayout, OperandLayout]:
+    geometry = product.groups
+    lhs = lhs_operand(geometry, product.lhs_dtype.itemsize)
+    rhs = rhs_operand(geometry, product.rhs_dtype.itemsize)
     # Where rows are neighbours in memory, a group starts at any element.
     if lhs.k_major == (geometry.ragged == "k"):
         lhs = _starting_anywhere(lhs, product.lhs_dtype)
@@ -128,18 +124,18 @@ def _starting_anywhere(operand: OperandLayout, dtype: np.dtype[Any]) -> OperandL
 
 
 def _grid(geometry: GroupedGeometry, tile: MatmulTile) -> tuple[int, int, int]:
-    tiles_m, tiles_n = tile.grid(geometry.product)
+    tiles_m, tiles_n = tile.grid(geometry)
     if geometry.ragged == "k":
-        return tiles_m, tiles_n, math.prod(geometry.product.batch)
+        return tiles_m, tiles_n, math.prod(geometry.batch)
     # first_tile_row() of the span after the last.
     tile_rows = geometry.rows // tile.block_m + geometry.groups + _SPANS_OF_NO_GROUP
-    return tile_rows, tiles_n, math.prod(geometry.batch)
+    return tile_rows, tiles_n, math.prod(geometry.outer_batch)
 
 
 def _expected_tiles(geometry: GroupedGeometry, tile: MatmulTile) -> int:
     """Estimate the number of tiles of all groups, whose last ones are half full on average."""
-    tiles_m, tiles_n = tile.grid(geometry.product)
-    batches = math.prod(geometry.batch)
+    tiles_m, tiles_n = tile.grid(geometry)
+    batches = math.prod(geometry.outer_batch)
     if geometry.ragged == "k":
         return batches * geometry.groups * tiles_m * tiles_n
     groups = min(geometry.groups, geometry.rows)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.candidate import Family
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm90.config import (
     RING_BYTES,
     WGMMA_ARITHMETICS,
@@ -25,7 +26,7 @@ from jax_tilekern.plans.gemm.sm90.config import (
 from jax_tilekern.plans.gemm.sm90.scaled import (
     refusal_of_scales,
     scale_parameters,
-    specialised,
+    with_scales,
 )
 from jax_tilekern.plans.gemm.sm90.tiling import (
     CLAIMED_BYTES,
@@ -42,13 +43,7 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
 )
 from jax_tilekern.plans.gemm.tiles import OrientedProduct, fits_tma
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.grouped_gemm.problem import (
-    GroupedPair,
-    GroupedProduct,
-    GroupedScaledProduct,
-    max_tiles,
-    pack_groups,
-)
+from jax_tilekern.plans.grouped_gemm.problem import max_tiles, pack_groups
 from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKernel, TensorMap
 
 # All factors and cycles below were measured on an H100.
@@ -63,7 +58,7 @@ _CLUSTER_START = 3000
 
 
 def grouped_busy_cycles(
-    product: GroupedProduct,
+    product: Product,
     tile: WgmmaTile,
     instance: WgmmaInstance,
     view: OrientedProduct,
@@ -74,13 +69,13 @@ def grouped_busy_cycles(
 
 
 def _busy_cycles(
-    product: GroupedProduct,
+    product: Product,
     tile: WgmmaTile,
     instance: WgmmaInstance,
     view: OrientedProduct,
     gpu: Gpu,
 ) -> float:
-    arithmetic, geometry = product.arithmetic, product.geometry
+    arithmetic, geometry = product.arithmetic, product.groups
     if instance.ragged == "k":
         # A group's last k-tile is half full on average.
         average_k_tiles = geometry.average_rows / instance.block_k + 0.5
@@ -90,13 +85,13 @@ def _busy_cycles(
     if instance.ragged == "m":
         tiles = max(1.0, rows / (tile.block_m * tile.cluster) + 0.5)
         _, tiles_n = tile.grid(1, view.rhs.mn)
-        average_tiles = math.prod(geometry.batch) * geometry.used_groups * tiles * tiles_n
+        average_tiles = math.prod(geometry.outer_batch) * geometry.used_groups * tiles * tiles_n
         k_tiles = math.ceil(view.k / instance.block_k)
         return busy_cycles(tile, instance, view, arithmetic, average_tiles, k_tiles, gpu)
     tiles = max(1.0, rows / tile.block_n + 0.5)
     columns = min(tile.block_n, math.ceil((rows + instance.column_step / 2) / tiles))
     tiles_m, _ = tile.grid(view.lhs.mn, 1)
-    average_tiles = math.prod(geometry.batch) * geometry.used_groups * tiles * tiles_m
+    average_tiles = math.prod(geometry.outer_batch) * geometry.used_groups * tiles * tiles_m
     k_tiles = math.ceil(view.k / instance.block_k)
     average = dataclasses.replace(tile, block_n=columns)
     cycles = busy_cycles(
@@ -122,13 +117,7 @@ def _in_clusters(
     return cycles * share + _CLUSTER_START
 
 
-_NAMES = {
-    GroupedPair: "ragged_wgmma_matmul of a pair",
-    GroupedScaledProduct: "scaled_ragged_wgmma_matmul",
-}
 _BOUNDS = Buffer(2)
-# The first buffer of a second product.
-_SECOND = 3
 # More ranges of rows would leave little shared memory for operands.
 _MAX_SPANS = 1 << 13
 _MIN_STAGES = 2
@@ -172,30 +161,26 @@ class GroupedWgmmaCandidate(TiledWgmmaCandidate):
         Tiles of the output at most, whatever the sizes of the groups are.
     """
 
-    product: GroupedProduct
+    product: Product
     max_work_tiles: int
 
     @property
     def key(self) -> str:
         """The tile and the orientation."""
-        kind = "scaled " if isinstance(self.product, GroupedScaledProduct) else ""
+        kind = "scaled " if self.product.scales else ""
         return f"{kind}ragged wgmma {self.tile_key}"
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
         product, instance = self.product, self.instance
         view = _view(product, self.swapped)
-        kernel, epilogue = self.fused(product.epilogue, product.strided, product.out_buffer)
+        kernel, epilogue = self.fused(product.epilogue, product.geometry, product.out_buffer)
         # Where every cluster has one tile at most, none is claimed.
         counts = self.max_work_tiles > gpu.available_sms // instance.cluster
         clears = [CLEAR_CLAIMED] if counts else []
         compiled = compile_kernels(kernel, *clears, arch=gpu.arch)
         claimed = Buffer(product.first_workspace)
-        scales, strides = (
-            scale_parameters(product, self.swapped)
-            if isinstance(product, GroupedScaledProduct)
-            else ((), ())
-        )
+        scales, strides = scale_parameters(product, instance) if product.scales else ((), ())
         launch = launch_tiles(
             compiled,
             self.tile,
@@ -213,36 +198,36 @@ class GroupedWgmmaCandidate(TiledWgmmaCandidate):
                     claimed,
                     *scales,
                 ),
-                (pack_groups(product.geometry), *strides, *epilogue),
+                (pack_groups(product.groups), *strides, *epilogue),
             ),
         )
         out_alignment = self.out_alignment(product.out_dtype.itemsize)
-        name = _NAMES.get(type(product), "ragged_wgmma_matmul")
+        name = ("scaled_" if product.scales else "") + "ragged_wgmma_matmul"
+        name += " of a pair" if product.pair else ""
         return LaunchPlan(
             name=f"{name} {product.arithmetic}",
             gpu=gpu,
             launches=(*(clear_claimed(compiled, claimed) for _ in clears), launch),
-            alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, 4, out_alignment),
+            alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, out_alignment),
             workspace_bytes=(CLAIMED_BYTES,),
-            reason=f"{self.tile_reason}, {product.geometry.groups} groups",
+            reason=f"{self.tile_reason}, {product.groups.groups} groups",
         )
 
     def _second_maps(self, view: OrientedProduct) -> tuple[TensorMap, ...]:
         """Return the maps of the second product's operands, if there are two products."""
-        if not isinstance(self.product, GroupedPair):
+        if not self.product.pair:
             return ()
-        return (lhs_map(dataclasses.replace(view, lhs_buffer=_SECOND), self.instance),)
+        second = dataclasses.replace(view, lhs_buffer=self.product.second_rhs)
+        return (lhs_map(second, self.instance),)
 
 
-def grouped_wgmma_candidates(
-    product: GroupedProduct, gpu: Gpu
-) -> list[GroupedWgmmaCandidate] | NoKernel:
+def grouped_wgmma_candidates(product: Product, gpu: Gpu) -> list[GroupedWgmmaCandidate] | NoKernel:
     """Return the ways to compute a grouped GEMM, or why there is none."""
-    geometry, how = product.geometry, WGMMA_ARITHMETICS[product.arithmetic]
+    geometry, how = product.groups, WGMMA_ARITHMETICS[product.arithmetic]
     refused = refusal(product, how.types, gpu)
     if refused:
         return refused
-    if isinstance(product, GroupedPair) and product.lhs_dtype.itemsize != 2:
+    if product.pair and product.lhs_dtype.itemsize != 2:
         return NoKernel("kernels of pairs have 16-bit operands")
     view = _view(product, swapped=False)
     refused = _refusal(product, view)
@@ -250,9 +235,8 @@ def grouped_wgmma_candidates(
         return refused
     found = []
     # Ragged rows are columns of the transposed product's tiles, and with scales rows as well.
-    is_scaled = isinstance(product, GroupedScaledProduct)
-    swaps = (True,) if geometry.ragged == "m" and not is_scaled else (False, True)
-    tiles = PAIR_TILES if isinstance(product, GroupedPair) else _TILES
+    swaps = (True,) if geometry.ragged == "m" and not product.scales else (False, True)
+    tiles = PAIR_TILES if product.pair else _TILES
     for tile, oriented in oriented_tiles(view, tiles, gpu, swaps=swaps):
         instance = _instance(product, tile, oriented, how.promote, gpu)
         if instance is None:
@@ -278,10 +262,10 @@ def grouped_wgmma_candidates(
 GROUPED_WGMMA = Family(WGMMA_ARITHMETICS, grouped_wgmma_candidates)
 
 
-def _refusal(product: GroupedProduct, view: OrientedProduct) -> NoKernel | None:
+def _refusal(product: Product, view: OrientedProduct) -> NoKernel | None:
     """Return why the kernel does not take the groups, or ``None``."""
-    geometry = product.geometry
-    if isinstance(product, GroupedScaledProduct):
+    geometry = product.groups
+    if product.scales:
         refused = refusal_of_scales(product)
         if refused:
             return refused
@@ -300,27 +284,27 @@ def _refusal(product: GroupedProduct, view: OrientedProduct) -> NoKernel | None:
     return None
 
 
-def _view(product: GroupedProduct, swapped: bool) -> OrientedProduct:
-    view = dataclasses.replace(OrientedProduct.of(product.dense()), out_buffer=product.out_buffer)
+def _view(product: Product, swapped: bool) -> OrientedProduct:
+    view = OrientedProduct.of(product)
     return view.swapped() if swapped else view
 
 
 def _instance(
-    product: GroupedProduct, tile: WgmmaTile, view: OrientedProduct, promote: bool, gpu: Gpu
+    product: Product, tile: WgmmaTile, view: OrientedProduct, promote: bool, gpu: Gpu
 ) -> WgmmaInstance | None:
     """Return the kernel, or ``None`` if it does not have the product's scales."""
-    geometry = product.geometry
+    geometry = product.groups
     instance = instance_for(tile, view, promote, 1, gpu)
     one_shape = geometry.ragged == "k"
-    if isinstance(product, GroupedScaledProduct):
-        special = specialised(product, gpu, instance)
+    if product.scales:
+        special = with_scales(product, view, instance, gpu)
         # Groups begin at any column, and scales of columns at multiples of 16 bytes.
         if special is None or (special.scaled_columns and special.out_m_major):
             return None
         # ptxas would serialize MMAs of more than one shape (C7511).
         instance, one_shape = special, True
     # Ragged rows that TMA does not store are stored in runs of as many bytes.
-    row_bytes = geometry.product.n * product.out_dtype.itemsize
+    row_bytes = geometry.n * product.out_dtype.itemsize
     whole_runs = geometry.ragged == "k" or row_bytes % TMA_STRIDE_BYTES == 0
     tile_numbers_bytes = 4 * (geometry.spans + 1) if geometry.ragged == "m" else 0
     return dataclasses.replace(
