@@ -35,9 +35,8 @@ def _instance(instances, cluster):
     )
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_dense_gemm_compiles_with_a_dynamic_tile_scheduler(cluster):
-    static = _instance(wgmma_instances(H100), cluster).kernel
+def test_dense_gemm_compiles_with_a_dynamic_tile_scheduler():
+    static = _instance(wgmma_instances(H100), 1).kernel
     name = static.name.replace("wgmma_matmul<", "wgmma_matmul_dynamic<")
     source = '#include "gemm/sm90/dynamic_matmul.cuh"\n'
     compiled = compile_source(source, [name], arch="sm_90a")

@@ -70,9 +70,8 @@ def buffer_bytes(product, plan):
 
 
 def work_items(shape, config):
-    """``DenseTiles`` of gemm/sm90/tile_scheduler.cuh: all items, of each of a cluster's blocks."""
-    item = np.repeat(np.arange(shape["work_tiles"]), config.cluster)
-    block = np.tile(np.arange(config.cluster), shape["work_tiles"])
+    """``DenseTiles`` of gemm/sm90/tile_scheduler.cuh: all items."""
+    item = np.arange(shape["work_tiles"])
     tiles = shape["tiles_m"] * shape["tiles_n"]
     stacked, index = item // tiles, item % tiles
     m, n = rasterized_tile(index, shape["tiles_m"], shape["tiles_n"], shape["raster_height"])
@@ -82,7 +81,7 @@ def work_items(shape, config):
         positions["out_batch"] = [0 * stacked, 0 * stacked, stacked]
     steps = shape["split_k_tiles"]
     return {
-        "m": (m * config.cluster + block) * config.block_m,
+        "m": m * config.block_m,
         "n": n * config.block_n,
         "split": split,
         "batch": batch,
@@ -124,14 +123,14 @@ def test_items_cover_every_output_and_all_of_k_once(case, data):
 
     assert launch.grid[1:] == (1, 1)
     assert 1 <= launch.grid[0] <= H100.sm_count
-    assert launch.cluster == (instance.cluster, 1, 1)
-    assert launch.grid[0] // instance.cluster <= shape["work_tiles"]
+    assert launch.cluster == (1, 1, 1)
+    assert launch.grid[0] <= shape["work_tiles"]
     assert launch.block == (instance.threads, 1, 1)
     assert launch.shared_memory_bytes == instance.shared_memory_bytes
 
     assert (shape["m"], shape["n"]) == (m, n)
     assert shape["batches"] == math.prod(g.batch) == math.prod(shape["batch"])
-    tiles_m = -(-m // (instance.block_m * instance.cluster)) * instance.cluster
+    tiles_m = -(-m // instance.block_m)
     tiles_n = -(-n // instance.block_n)
     done = set(
         zip(
@@ -172,9 +171,8 @@ def test_tensor_maps_stay_inside_their_buffers(case):
         assert tensor_map.swizzle == 128
         assert tensor_map.box[0] * tensor_map.element_bytes == 128
         assert tensor_map.extent_bytes <= sizes[tensor_map.buffer]
-    lines = instance.block_n // instance.cluster
     assert lhs.box_bytes == (instance.block_m if instance.lhs_k_major else instance.block_k) * 128
-    assert rhs.box_bytes == (lines if instance.rhs_k_major else instance.block_k) * 128
+    assert rhs.box_bytes == (instance.block_n if instance.rhs_k_major else instance.block_k) * 128
     if instance.tma_store:
         assert out.buffer == pointer.index
         assert out.box_bytes <= 8192

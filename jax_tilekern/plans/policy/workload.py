@@ -164,7 +164,7 @@ def _tile_of(key: str) -> _Tile:
         "swapped" in key,
         tuple(float(family == name) for name in _FAMILIES),
         (
-            *(float(word in key) for word in ("swapped", "ping-pong", "clusters")),
+            *(float(word in key) for word in ("swapped", "ping-pong")),
             *(map(float, warps.groups()) if warps else (0.0, 0.0, 0.0)),
         ),
     )

@@ -26,14 +26,14 @@ class ClaimedTiles {
   int count() const { return shape_.work_tiles; }
   int most() const { return shape_.work_tiles; }
   ScheduledTile find(int number) const {
-    return {Tiles::work_tile(shape_, number, 0), 0, Tiles::k_tiles(shape_, number)};
+    return {Tiles::work_tile(shape_, number), 0, Tiles::k_tiles(shape_, number)};
   }
 
  private:
   const WgmmaShape& shape_;
 };
 
-// `claimed` counts the tiles that clusters have claimed; clear_claimed_tiles() runs before.
+// `claimed` counts the tiles that CTAs have claimed; clear_claimed_tiles() runs before.
 template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config,
           class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(config.threads(), 1)

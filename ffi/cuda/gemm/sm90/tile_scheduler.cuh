@@ -41,15 +41,15 @@ namespace tilekern {
 template <WgmmaConfig config>
 struct DenseTiles {
   static constexpr bool kMirrors = false;
+  static_assert(config.cluster == 1);
 
-  // The tile of a CTA of the cluster.
-  static WorkTile work_tile(const WgmmaShape& shape, int number, int cta) {
+  static WorkTile work_tile(const WgmmaShape& shape, int number) {
     const int tiles = shape.tiles_m * shape.tiles_n;
     const int stacked = number / tiles;
     const TileCoordinates tile =
         rasterized_tile(number % tiles, shape.tiles_m, shape.tiles_n, shape.raster_height);
     WorkTile work;
-    work.m = (tile.m * config.cluster + cta) * config.out_m();
+    work.m = tile.m * config.out_m();
     work.n = tile.n * config.out_n();
     work.k = stacked / shape.batches * shape.split_k_tiles * config.block_k;
     set_batch(work, shape, stacked % shape.batches);
@@ -75,7 +75,7 @@ struct SymmetricTiles {
   static constexpr bool kMirrors = true;
   static_assert(config.cluster == 1 && !config.pair && !config.lhs_pair);
 
-  static WorkTile work_tile(const WgmmaShape& shape, int number, int) {
+  static WorkTile work_tile(const WgmmaShape& shape, int number) {
     const int tiles = shape.work_tiles / shape.batches;
     const TileCoordinates at = tile_at(number % tiles, shape.tiles_m, shape.raster_height);
     WorkTile work;
@@ -129,7 +129,7 @@ struct SymmetricTiles {
   }
 };
 
-// A cluster computes every gridDim-th work tile. Each scheduler counts for itself.
+// A CTA computes every gridDim-th work tile. Each scheduler counts for itself.
 template <WgmmaConfig config, class Tiles = DenseTiles<config>>
 class StaticPersistentScheduler {
  public:
@@ -146,17 +146,15 @@ class StaticPersistentScheduler {
     void prepare(unsigned char*) const {}
   };
 
-  StaticPersistentScheduler(const Params& params, int cta)
-      : shape_(params.shape), cta_(cta), number_(static_cast<int>(blockIdx.x) / config.cluster) {
-    number_ -= step();
-  }
+  StaticPersistentScheduler(const Params& params, int)
+      : shape_(params.shape), number_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
 
   bool next() {
-    number_ += step();
+    number_ += static_cast<int>(gridDim.x);
     return number_ < shape_.work_tiles;
   }
 
-  WorkTile work_tile() const { return Tiles::work_tile(shape_, number_, cta_); }
+  WorkTile work_tile() const { return Tiles::work_tile(shape_, number_); }
   int k_tiles() const { return Tiles::k_tiles(shape_, number_); }
   int columns() const { return 0; }
   int rows() const { return config.out_m(); }
@@ -166,10 +164,7 @@ class StaticPersistentScheduler {
   void release() const {}
 
  private:
-  static int step() { return static_cast<int>(gridDim.x) / config.cluster; }
-
   const WgmmaShape& shape_;
-  int cta_;
   int number_;
 };
 

@@ -63,8 +63,6 @@ PLAIN = Variant(
     tiles=(
         WgmmaTile(128, 256),
         WgmmaTile(256, 128),
-        WgmmaTile(128, 256, cluster=2),
-        WgmmaTile(256, 128, cluster=2),
         WgmmaTile(128, 224),
         WgmmaTile(128, 192, cooperative=False),
         WgmmaTile(128, 160, cooperative=False),
@@ -339,14 +337,13 @@ def _split_counts(tile: WgmmaTile, view: OrientedProduct, gpu: Gpu) -> Iterator[
     """Yield 1, and up to three factors of split-K that leave SMs idle for less of the time."""
     yield 1
     work_tiles = dense_tiles(tile, view)
-    clusters = gpu.available_sms // tile.cluster
     k_tiles = math.ceil(view.k * view.lhs_dtype.itemsize / TILE_ROW_BYTES)
-    most = min(max(clusters // work_tiles, _MAX_SPLITS), k_tiles // _MIN_SPLIT_K_TILES)
+    most = min(max(gpu.available_sms // work_tiles, _MAX_SPLITS), k_tiles // _MIN_SPLIT_K_TILES)
     useful = []
-    least = math.ceil(work_tiles / clusters) * k_tiles
+    least = math.ceil(work_tiles / gpu.available_sms) * k_tiles
     for splits in range(2, most + 1):
         split_k_tiles = math.ceil(k_tiles / splits)
-        busy = math.ceil(splits * work_tiles / clusters) * split_k_tiles
+        busy = math.ceil(splits * work_tiles / gpu.available_sms) * split_k_tiles
         # Every split has at least one k-tile.
         if busy < least and (splits - 1) * split_k_tiles < k_tiles:
             useful.append(splits)

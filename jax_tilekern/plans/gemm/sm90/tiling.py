@@ -67,8 +67,6 @@ _PING_PONG_REDUCTIONS = 1.7
 _READ_MATRIX = 0.9
 # Instructions of a thread that an SM issues in a cycle.
 _LANES = 128
-# Clusters save L2 reads, which has not been seen to pay.
-_CLUSTERS = 1.02
 # The part of an operand that exceeds L2 which narrow tiles read again from DRAM. Products with 3 to
 # 5 such tiles took 1.17 to 1.69 times the estimate without it.
 _NARROW, _READ_AGAIN = 64, 0.3
@@ -152,7 +150,7 @@ def busy_cycles(
         work_tile = max(mainloop, store, (mainloop + store + arrays) / 2) + _PING_PONG_CYCLES
         if epilogue is not None and epilogue.reductions:
             work_tile *= _PING_PONG_REDUCTIONS
-    return rounds * work_tile * (1 if tile.cluster == 1 else _CLUSTERS)
+    return rounds * work_tile
 
 
 def _cycles_of_arrays(epilogue: Epilogue) -> float:
@@ -296,7 +294,7 @@ def is_launchable(instance: WgmmaInstance, work_tiles: int) -> bool:
 def with_scheduler(instance: WgmmaInstance, work_tiles: int, gpu: Gpu) -> WgmmaInstance:
     """Return the kernel with the tile scheduler that it needs where others occupy some SMs."""
     # A single round of tiles is scheduled by the hardware.
-    once = work_tiles <= gpu.available_sms // instance.cluster
+    once = work_tiles <= gpu.available_sms
     if once or not gpu.beside_collectives or instance.scaled_columns is not None:
         return instance
     return instance.with_dynamic_scheduler(gpu)
