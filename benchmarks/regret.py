@@ -13,12 +13,16 @@ import argparse
 import itertools
 import math
 import os
+import re
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
+
+import ml_dtypes
+import numpy as np
 
 from benchmarks.calls.case import Case, rotating, types_enabled
 from benchmarks.calls.row import Row
@@ -28,12 +32,14 @@ from benchmarks.records.record import Record, program_record
 from benchmarks.samples.product_candidates import ProductCandidates
 from benchmarks.samples.sample import draw_sample, purpose
 from jax_tilekern.cli.console import make_console, output_file, write_json
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.policy import choose, policy
 from jax_tilekern.plans.policy.workload import of_product
-from jax_tilekern.plans.tuned import XLA, product_of_text, product_text
+from jax_tilekern.plans.tuned import XLA, product_text
 from jax_tilekern.tuning.random_operands import Operands, beyond_cache
 
 HELP = "time XLA's kernel and the library's candidates for random products"
@@ -112,9 +118,20 @@ def report(record: Record, gpu: Gpu) -> dict[str, float]:
     return result
 
 
+def _product_of_text(text: str) -> Product:
+    """Return the product of a text of :func:`product_text`."""
+    head, _, arrays = text.partition(": ")
+    arithmetic, _, sizes = head.partition(" ")
+    *batch, m, n, k = map(int, sizes.split("x"))
+    found = [re.fullmatch(r"\w+ (\w+)\[([\d,]+)\]", array) for array in arrays.split(", ")]
+    lhs, rhs, out = (np.dtype(getattr(ml_dtypes, x[1], x[1])) for x in found if x)
+    strides = (tuple(map(int, x[2].split(","))) for x in found if x)
+    return Product(MatmulGeometry(tuple(batch), m, n, k, *strides), lhs, rhs, out, arithmetic)
+
+
 def _chosen(row: Record, gpu: Gpu) -> str:
     """Return which of a product's timed sides the policy takes."""
-    product = product_of_text(row["product"])
+    product = _product_of_text(row["product"])
     found = candidates(product, gpu)
     timed = (
         [] if isinstance(found, NoKernel) else [x for x in found if x.key in row["microseconds"]]

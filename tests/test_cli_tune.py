@@ -71,7 +71,7 @@ def test_tunes_and_says_what_came_of_it(capsys, meter, monkeypatch, tmp_path):
     assert meter[:2] == ["bf16 512x512x512 NN -> bfloat16", "f16 4x64x64x64 NT -> float16"]
     for text in (
         "1/3  bf16 512x512x512 NN -> bfloat16", "    a: wrong: 1 from XLA's result", "nothing ran",
-        "Tuned for NVIDIA H100", "xla", "The model's choices reach 0.", "Stored in ",
+        "Tuned for NVIDIA H100", "xla", "Stored in ",
         f"2 choices written to {tmp_path / 'all.json'}",
     ):  # fmt: skip
         assert text in out

@@ -23,14 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import platformdirs
 
 from jax_tilekern.compilation.nvrtc import CompileError
 from jax_tilekern.files import replace_text
 from jax_tilekern.plans.candidate import Candidate
-from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
@@ -72,12 +69,6 @@ class TunedChoice:
         if self.winner not in self.microseconds:
             raise ValueError(f"{self.winner} has no time")
 
-    @property
-    def reach(self) -> float | None:
-        """Speed of the model's choice in terms of the winner's; ``None`` if it did not run."""
-        model = self.microseconds.get(self.model)
-        return None if model is None else self.microseconds[self.winner] / model
-
 
 def text_of(what: Any) -> str:
     """Return the text under which the choice of a product, or of a call of a kernel, is stored."""
@@ -102,17 +93,6 @@ def product_text(product: Product) -> str:
         f"{name} {dtype}[{','.join(map(str, strides))}]" for name, dtype, strides in arrays
     )
     return f"{product.arithmetic} {sizes}: {', '.join(described)}"
-
-
-def product_of_text(text: str) -> Product:
-    """Return the product of a text of :func:`product_text`."""
-    head, _, arrays = text.partition(": ")
-    arithmetic, _, sizes = head.partition(" ")
-    *batch, m, n, k = map(int, sizes.split("x"))
-    found = [re.fullmatch(r"\w+ (\w+)\[([\d,]+)\]", array) for array in arrays.split(", ")]
-    lhs, rhs, out = (np.dtype(getattr(ml_dtypes, x[1], x[1])) for x in found if x)
-    strides = (tuple(map(int, x[2].split(","))) for x in found if x)
-    return Product(MatmulGeometry(tuple(batch), m, n, k, *strides), lhs, rhs, out, arithmetic)
 
 
 class TunedChoices:
@@ -254,7 +234,7 @@ def load(path: str | os.PathLike[str]) -> int:
     ValueError
         If it is not a file of tuned choices.
     """
-    model, found = _read(Path(path))
+    model, found = _parsed(Path(path), Path(path).read_bytes())
     current_choices().add(model, found)
     return len(found)
 
@@ -345,21 +325,14 @@ def tuned_plan(
 # Files
 
 
-def _read(path: Path) -> tuple[str, dict[str, TunedChoice]]:
-    """Return the GPU model of a file and its choices; OSError or ValueError if it is none."""
-    return _parsed(path, path.read_bytes())
-
-
 def _parsed(path: Path, content: bytes) -> tuple[str, dict[str, TunedChoice]]:
+    """Return the GPU model of a file and its choices; ValueError if it is none."""
     try:
         whole = json.loads(content)
         if whole["schema"] != _SCHEMA:
             raise ValueError(f"it has schema {whole['schema']}, and this version reads {_SCHEMA}")
-        # Files of earlier versions have more fields.
-        return str(whole["gpu"]), {
-            name: TunedChoice(*(entry[x.name] for x in dataclasses.fields(TunedChoice)))
-            for name, entry in whole["choices"].items()
-        }
+        choices = {name: TunedChoice(**entry) for name, entry in whole["choices"].items()}
+        return str(whole["gpu"]), choices
     except (KeyError, TypeError, AttributeError) as error:
         why = "it does not have the fields that tuning.export writes"
         raise ValueError(f"{path} is not a file of tuned choices: {why}") from error
@@ -370,11 +343,9 @@ def _parsed(path: Path, content: bytes) -> tuple[str, dict[str, TunedChoice]]:
 def _read_folder(folder: Path | None, model: str) -> dict[str, TunedChoice]:
     """Return the choices of a GPU model; a broken file is worth one warning."""
     found: dict[str, TunedChoice] = {}
-    # A file of all choices, as earlier versions wrote, comes before those of one choice.
-    paths = [] if folder is None else sorted(folder.glob(f"{_slug(model)}*.json"), reverse=True)
-    for path in paths:
+    for path in [] if folder is None else folder.glob(f"{_slug(model)}-*.json"):
         try:
-            named, choices = _read(path)
+            named, choices = _parsed(path, path.read_bytes())
         except (OSError, ValueError) as error:
             warnings.warn(f"jax_tilekern ignores {error}", RuntimeWarning, stacklevel=2)
             continue

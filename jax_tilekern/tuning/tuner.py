@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,14 +102,13 @@ class TunedProduct:
         """Return the entries of a line of :class:`Tuning`."""
         choice = self.choice
         if choice is None:
-            return (str(self), "nothing ran", "", "", "", "", "")
+            return (str(self), "nothing ran", "", "", "", "")
         tuned, model, xla = (
             "-" if time is None else f"{time:.3g} us" if time < 1000 else f"{time / 1000:.3g} ms"
             for time in map(choice.microseconds.get, (choice.winner, choice.model, XLA))
         )
         winner = f"{choice.winner} (known)" if self.known else choice.winner
-        reach = "-" if choice.reach is None else f"{choice.reach:.3f}"
-        return (str(self), winner, tuned, choice.model, model, xla, reach)
+        return (str(self), winner, tuned, choice.model, model, xla)
 
     def __str__(self) -> str:
         """Return the product in short."""
@@ -123,18 +121,11 @@ class Tuning(tuple[TunedProduct, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        """Return one line per product, and a summary."""
+        """Return one line per product."""
         if not self:
             return "no product has a kernel"
-        headings = ("product", "winner", "tuned", "model's choice", "its time", "XLA", "reaches")
-        lines = columns([headings, *(row.cells() for row in self)])
-        reaches = [row.choice.reach for row in self if row.choice and row.choice.reach]
-        if not reaches:
-            return lines
-        return (
-            f"{lines}\nThe model's choices reach {statistics.geometric_mean(reaches):.3f} of the "
-            f"tuned speed (geometric mean of {len(reaches)})."
-        )
+        headings = ("product", "winner", "tuned", "model's choice", "its time", "XLA")
+        return columns([headings, *(row.cells() for row in self)])
 
 
 def tune(
