@@ -15,6 +15,7 @@ from benchmarks.records import record
 from benchmarks.suites import suite
 from jax_tilekern.cli.timing import Pairs
 from jax_tilekern.tuning import device_time
+from jax_tilekern.tuning.device_time import DELAY, CallBlock
 
 # The wheel does not hold what is tested here: see tests/README.md.
 pytestmark = pytest.mark.thorough
@@ -86,64 +87,58 @@ def test_one_wrong_element_outside_of_the_sample_is_found(kind):
 # Profiles. The names are those that XLA's CUPTI collector writes.
 
 
-def profile(blocks, activities):
-    """Make a profile: annotations of (side, start, end) and (start, end, stat), in us."""
-
-    def event(kind, start, end, stat=""):
-        stats = f"stats {{ metadata_id: {stat} str_value: 'x' }}" if stat else ""
-        picoseconds = f"offset_ps: {start * 10**6} duration_ps: {(end - start) * 10**6}"
-        return f"events {{ metadata_id: {kind} {picoseconds} {stats} }}"
-
+def profile(activities):
+    """Make a profile of (start, end, stat), in us."""
     stats = {"kernel_details": 1, "memset_details": 2, "memalloc_details": 3}
-    host = "\n".join(event(1, start, end) for _, start, end in blocks)
-    device = "\n".join(event(1, start, end, stats[stat]) for start, end, stat in activities)
-    stat_names = "".join(
+    names = "".join(
         f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
         for name, i in stats.items()
     )
-    text = f"""
-      planes {{ name: "/host:CPU" lines {{ name: "python" {host} }}
-        event_metadata {{ key: 1 value {{ id: 1 name: "{device_time.ANNOTATION}" }} }} }}
-      planes {{ name: "/device:GPU:0" lines {{ name: "Stream #13(Kernel)" {device} }}
+    events = "\n".join(
+        f"events {{ metadata_id: {2 if stat == DELAY else 1} offset_ps: {start * 10**6} "
+        f"duration_ps: {(end - start) * 10**6} "
+        f"stats {{ metadata_id: {stats.get(stat, 1)} str_value: 'x' }} }}"
+        for start, end, stat in activities
+    )
+    return ProfileData.from_text_proto(f"""
+      planes {{ name: "/device:GPU:0" lines {{ name: "Stream #13(Kernel)" {events} }}
         event_metadata {{ key: 1 value {{ id: 1 name: "a_kernel" }} }}
-        {stat_names} }}
-    """
-    return ProfileData.from_text_proto(text)
+        event_metadata {{ key: 2 value {{ id: 2 name: "{DELAY}" }} }}
+        {names} }}
+    """)
 
 
-BLOCKS = [("ours", 0, 5000), ("peer", 8000, 13000), ("peer", 16000, 21000), ("ours", 24000, 29000)]
+ORDER = ["ours", "peer", "peer", "ours"]
 KERNELS = [
+    (0, 90, DELAY),
     (100, 200, "kernel_details"),
+    (210, 290, "memalloc_details"),
     (300, 400, "kernel_details"),
+    (8000, 8090, DELAY),
     (8100, 8400, "kernel_details"),
     (8350, 8500, "memset_details"),  # overlaps the kernel for 50 us
     (9000, 9400, "kernel_details"),
     (9400, 9500, "memset_details"),
+    (16000, 16090, DELAY),
     (16100, 16600, "kernel_details"),
     (16600, 16700, "memset_details"),
     (17000, 17500, "kernel_details"),
     (17500, 17600, "memset_details"),
+    (24000, 24090, DELAY),
     (24100, 24200, "kernel_details"),
     (24300, 24600, "kernel_details"),
 ]
-
-
 CALLS = {"ours": 2, "peer": 2}
 
 
-def found_in(activities):
-    """What is found of blocks of two calls each in a profile."""
-    order = [side for side, *_ in BLOCKS]
-    return device_time.blocks(profile(BLOCKS, activities), CALLS, order)
-
-
 def test_device_time_of_a_call_is_a_span():
-    found = found_in(KERNELS)
-    assert [block.side for block in found] == ["ours", "peer", "peer", "ours"]
-    times = side_times.of_blocks(found, CALLS)
+    found = device_time.activities_of_blocks(profile(KERNELS[::-1]), CALLS, ORDER)
+    times = side_times.of_blocks(
+        [CallBlock(*x) for x in zip(ORDER, (1, 2, 3, 4), found, strict=True)], CALLS
+    )
     np.testing.assert_allclose(times.device["ours"], (100e-6, 200e-6))
     np.testing.assert_allclose(times.device["peer"], (450e-6, 600e-6))
-    np.testing.assert_allclose(times.host["ours"], (2500e-6, 2500e-6))
+    assert times.host == {"ours": (0.5, 2), "peer": (1, 1.5)}
     assert side_times.pairs(times.device, "peer") == Pairs(
         times.device["ours"], times.device["peer"]
     )
@@ -154,14 +149,14 @@ def test_device_time_of_a_call_is_a_span():
     ("activities", "message"),
     [
         (KERNELS[:-1], "activities"),  # one was dropped
-        (KERNELS[:2], "activities"),  # a side has none
-        ([], "activities"),
-        ([*KERNELS, (50000, 50100, "kernel_details")], "outside of every block"),
+        ([x for x in KERNELS if x[0] < 8000 or x[2] == DELAY], "activities"),  # a side has none
+        ([], "shows 0 of 4 blocks"),
+        ([(-50, -10, "kernel_details"), *KERNELS], "outside of every block"),
     ],
 )
 def test_profiles_that_do_not_add_up_are_refused(activities, message):
     with pytest.raises(device_time.Unattributed, match=message):
-        found_in(activities)
+        device_time.activities_of_blocks(profile(activities), CALLS, ORDER)
 
 
 # The command.
