@@ -267,7 +267,7 @@ def test_threads_share_one_build(compilations: list[str]) -> None:
 
 
 def test_not_found_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "_candidates", lambda majors: iter(["libnone.so.1"]))
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter([(13, "libnone.so.1")]))
     for installed, wheel in (("jax_cuda12_plugin", "nvidia-cuda-nvrtc-cu12"), ("", "-nvrtc>=13")):
         monkeypatch.setattr(nvrtc, "_is_installed", lambda name, it=installed: name == it)
         nvrtc._load.cache_clear()
@@ -282,7 +282,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "libnvrtc.so.13"
     path.write_text("not a library")
     loads = nvrtc.nvrtc().path
-    monkeypatch.setattr(nvrtc, "_candidates", lambda majors: iter([str(path), loads]))
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter([(13, str(path)), (13, loads)]))
     nvrtc._load.cache_clear()
     yield path
     nvrtc._load.cache_clear()

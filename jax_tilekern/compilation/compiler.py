@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax_tilekern.compilation import kernel_cache
-from jax_tilekern.compilation.cubin import Entry, read_entry, read_ready_entry
+from jax_tilekern.compilation.cubin import Entry, read_entry
 from jax_tilekern.compilation.headers import Headers, cuda_folder, headers_of
 from jax_tilekern.compilation.image import Image
 from jax_tilekern.compilation.kernel_cache import CacheInfo
@@ -295,15 +295,11 @@ class _ImageRequest(_Request):
             message = f"{image.file} has no kernel {self.name}, {found}"
             raise CompileError(message, "")
         image.check_target(self.arch)
-        if image.is_cubin:
-            return Compiled(
-                self.arch, (read_ready_entry(self.name, symbol, image.content),), log=""
-            )
-        cubin, log = assemble(image.content, file=image.file, arch=self.arch)
-        if symbol in log:
-            entry = read_entry(self.name, symbol, cubin, log)
-        else:  # Some versions of nvJitLink report nothing.
-            entry = read_ready_entry(self.name, symbol, cubin)
+        cubin, log = image.content, ""
+        if not image.is_cubin:
+            cubin, log = assemble(image.content, file=image.file, arch=self.arch)
+        # Some versions of nvJitLink report nothing.
+        entry = read_entry(self.name, symbol, cubin, log if symbol in log else None)
         return Compiled(self.arch, (entry,), log="")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 # Attributes of a kernel's ``.nv.info.<symbol>`` section.
@@ -61,7 +62,7 @@ class Entry:
     cubin: bytes = field(repr=False)
 
 
-def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
+def read_entry(name: str, symbol: str, cubin: bytes, report: str | None) -> Entry:
     """Describe a kernel.
 
     Parameters
@@ -73,36 +74,47 @@ def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
     cubin
         The ELF image that contains it.
     report
-        The output of ``ptxas --verbose``.
+        The output of ``ptxas --verbose``. Without one spilled registers are only a part of the
+        stack.
 
     Raises
     ------
     ValueError
         If the cubin or the report does not mention the kernel.
     """
-    usage = re.search(
-        rf"Compiling entry function '{re.escape(symbol)}'.*?"
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
-        r"Used (\d+) registers([^\n]*)",
-        report,
-        re.DOTALL,
-    )
-    if usage is None:
-        raise ValueError(f"ptxas reported nothing on {symbol}:\n{report}")
-    shared = re.search(r"(\d+) bytes smem", usage[5])
-    max_threads, parameter_bytes = _read_info(_section(cubin, f".nv.info.{symbol}"))
+    sections = _sections(cubin)
+    info = sections.get(f".nv.info.{symbol}")
+    if info is None:
+        raise ValueError(f"the cubin has no kernel {symbol}")
+    resources = _resources(sections)
+    shared = len(sections.get(f".nv.shared.{symbol}", b""))
+    if target_of(cubin) >= 90 and shared >= _RESERVED_SHARED_BYTES:
+        shared -= _RESERVED_SHARED_BYTES
+    max_threads, parameter_bytes = _read_info(info)
     return Entry(
         name=name,
         symbol=symbol,
-        registers=int(usage[4]),
-        spill_bytes=int(usage[2]) + int(usage[3]),
-        stack_bytes=int(usage[1]),
-        serialized=re.search(rf"are serialized due to .*'{re.escape(symbol)}'", report) is not None,
-        shared_memory_bytes=int(shared[1]) if shared else 0,
+        registers=resources.get((_REGISTERS, symbol), 0),
+        spill_bytes=0 if report is None else _spill_bytes(symbol, report),
+        stack_bytes=resources.get((_MIN_STACK_SIZE, symbol), 0),
+        serialized=f"'{symbol}'" in "".join(re.findall("are serialized due to .*", report or "")),
+        shared_memory_bytes=shared,
         max_threads=max_threads,
         parameter_bytes=parameter_bytes,
         cubin=cubin,
     )
+
+
+def _spill_bytes(symbol: str, report: str) -> int:
+    found = re.search(
+        rf"Compiling entry function '{re.escape(symbol)}'.*?"
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads",
+        report,
+        re.DOTALL,
+    )
+    if found is None:
+        raise ValueError(f"ptxas reported nothing on {symbol}:\n{report}")
+    return int(found[1]) + int(found[2])
 
 
 def is_cubin(content: bytes) -> bool:
@@ -123,31 +135,6 @@ def kernels_of(cubin: bytes) -> tuple[str, ...]:
     return tuple(x.removeprefix(prefix) for x in _sections(cubin) if x.startswith(prefix))
 
 
-def read_ready_entry(name: str, symbol: str, cubin: bytes) -> Entry:
-    """Describe a kernel without a report of ptxas: spilled registers are a part of the stack.
-
-    Parameters are those of :func:`read_entry`.
-    """
-    resources = _resources(cubin)
-    sections = _sections(cubin)
-    shared = len(sections.get(f".nv.shared.{symbol}", b""))
-    if target_of(cubin) >= 90 and shared >= _RESERVED_SHARED_BYTES:
-        shared -= _RESERVED_SHARED_BYTES
-    max_threads, parameter_bytes = _read_info(_section(cubin, f".nv.info.{symbol}"))
-    return Entry(
-        name=name,
-        symbol=symbol,
-        registers=resources.get((_REGISTERS, symbol), 0),
-        spill_bytes=0,
-        stack_bytes=resources.get((_MIN_STACK_SIZE, symbol), 0),
-        serialized=False,
-        shared_memory_bytes=shared,
-        max_threads=max_threads,
-        parameter_bytes=parameter_bytes,
-        cubin=cubin,
-    )
-
-
 @functools.lru_cache(maxsize=256)
 def demangled(symbol: str) -> str | None:
     """Return a C++ function with its parameters' types, or ``None`` if a name has none.
@@ -155,8 +142,6 @@ def demangled(symbol: str) -> str | None:
     ``extern "C"`` names have none. The C++ runtime, which the package's own library loads too,
     reads the others.
     """
-    import ctypes
-
     try:
         demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     except (OSError, AttributeError):
@@ -169,13 +154,6 @@ def demangled(symbol: str) -> str | None:
         return ctypes.string_at(text).decode()
     finally:
         ctypes.CDLL(None).free(ctypes.c_void_p(text))
-
-
-def _section(image: bytes, name: str) -> bytes:
-    found = _sections(image).get(name)
-    if found is None:
-        raise ValueError(f"the cubin has no section {name}")
-    return found
 
 
 def _sections(image: bytes) -> dict[str, bytes]:
@@ -198,9 +176,8 @@ def _string(strings: bytes, at: int) -> str:
     return strings[at : strings.index(b"\0", at)].decode()
 
 
-def _resources(cubin: bytes) -> dict[tuple[int, str], int]:
+def _resources(sections: Mapping[str, bytes]) -> dict[tuple[int, str], int]:
     """Return the numbers that the ``.nv.info`` section has, by attribute and symbol."""
-    sections = _sections(cubin)
     symbols, strings = sections[".symtab"], sections[".strtab"]
     found = {}
     for code, value in _attributes(sections[".nv.info"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from collections.abc import Iterator
@@ -10,9 +11,9 @@ from typing import Any
 from jax_tilekern.compilation.nvrtc import (
     CompileError,
     NvrtcNotFound,
-    cuda_majors,
+    file_identity,
+    library_paths,
     toolkit_wheel,
-    wheel_folders,
     without_report,
 )
 
@@ -41,16 +42,11 @@ def assemble(ptx: bytes, *, file: str, arch: str) -> tuple[bytes, str]:
 def nvjitlink_identity() -> str:
     """Return what distinguishes the library that :func:`assemble` uses from any other."""
     _, path = next(_candidates())
-    if not os.path.isabs(path):
-        return path
-    file = os.stat(path)
-    return f"{path} {file.st_size} {file.st_mtime_ns}"
+    return file_identity(path) if os.path.isabs(path) else path
 
 
 @functools.cache
 def _load() -> _NvJitLink:
-    import ctypes
-
     for major, path in _candidates():
         try:
             return _NvJitLink(ctypes.CDLL(path), major)
@@ -63,24 +59,14 @@ def _load() -> _NvJitLink:
 
 
 def _candidates() -> Iterator[tuple[int, str]]:
-    """Yield CUDA versions, and where the library may be: the wheel's file, then the loader's."""
-    for major in cuda_majors():
-        library = f"libnvJitLink.so.{major}"
-        for root in wheel_folders():
-            path = os.path.join(root, _FOLDERS[major], library)
-            if os.path.isfile(path):
-                yield major, path
-        yield major, library
+    return library_paths("libnvJitLink", _FOLDERS)
 
 
 class _NvJitLink:
     def __init__(self, library: Any, major: int) -> None:
-        import ctypes
-
-        self._ctypes, self._library, self._major = ctypes, library, major
+        self._library, self._major = library, major
 
     def assemble(self, ptx: bytes, file: str, arch: str) -> tuple[bytes, str]:
-        ctypes = self._ctypes
         handle = ctypes.c_void_p()
         # Only the report of ptxas has registers and spills.
         given = (f"-arch={arch}".encode(), b"-Xptxas=-v")
@@ -111,10 +97,10 @@ class _NvJitLink:
         return self._bytes(what, handle).rstrip(b"\0").decode(errors="replace")
 
     def _bytes(self, what: str, handle: Any) -> bytes:
-        size = self._ctypes.c_size_t()
-        if self._call(f"Get{what}Size", handle, self._ctypes.byref(size)) or not size.value:
+        size = ctypes.c_size_t()
+        if self._call(f"Get{what}Size", handle, ctypes.byref(size)) or not size.value:
             return b""
-        buffer = self._ctypes.create_string_buffer(size.value)
+        buffer = ctypes.create_string_buffer(size.value)
         self._call(f"Get{what}", handle, buffer)
         content: bytes = buffer.raw
         return content

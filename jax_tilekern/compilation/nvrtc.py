@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import os
@@ -11,16 +12,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import ctypes
-
-# By CUDA version: the library's name, its folder in the wheels' ``nvidia``, and the wheel.
-_LIBRARIES = {
-    13: ("libnvrtc.so.13", "cu13/lib", "nvidia-cuda-nvrtc>=13,<14"),
-    12: ("libnvrtc.so.12", "cuda_nvrtc/lib", "nvidia-cuda-nvrtc-cu12"),
-}
+# By CUDA version: the library's folder in the wheels' ``nvidia``, and the wheel.
+_FOLDERS = {13: "cu13/lib", 12: "cuda_nvrtc/lib"}
+_WHEELS = {13: "nvidia-cuda-nvrtc>=13,<14", 12: "nvidia-cuda-nvrtc-cu12"}
 # By CUDA version: the folders of headers in the wheels' ``nvidia``.
 _INCLUDES = {
     13: ("cu13/include", "cu13/include/cccl"),
@@ -90,21 +86,17 @@ def nvrtc_identity() -> str:
     NvrtcNotFound
         If there is none.
     """
-    first = next(_candidates(cuda_majors()))
-    if not os.path.isabs(first):
-        library = nvrtc()
-        return f"{library.path} {library.version}"
-    file = os.stat(first)
-    return f"{first} {file.st_size} {file.st_mtime_ns}"
+    _, first = next(_candidates())
+    if os.path.isabs(first):
+        return file_identity(first)
+    library = nvrtc()
+    return f"{library.path} {library.version}"
 
 
 @functools.cache
 def _load() -> Nvrtc:
-    import ctypes
-
-    majors = cuda_majors()
     tried: list[str] = []
-    for path in _candidates(majors):
+    for _, path in _candidates():
         try:
             if os.path.isabs(path):
                 # NVRTC opens it by name, and that of CUDA 13.0 does not look beside itself.
@@ -117,7 +109,7 @@ def _load() -> Nvrtc:
                 break  # nvrtc_identity() has named this file.
     raise NvrtcNotFound(
         "no NVRTC, which compiles CUDA kernels, in this Python environment or on the system; "
-        f"`pip install '{_LIBRARIES[majors[0]][2]}'` adds it (tried {'; '.join(tried)})"
+        f"`pip install '{_WHEELS[cuda_majors()[0]]}'` adds it (tried {'; '.join(tried)})"
     )
 
 
@@ -127,7 +119,7 @@ def cuda_majors() -> list[int]:
     The driver that serves JAX's plugin loads cubins of the plugin's CUDA version, and need not
     load those of a newer one.
     """
-    return sorted(_LIBRARIES, key=lambda major: not _is_installed(f"jax_cuda{major}_plugin"))
+    return sorted(_FOLDERS, key=lambda major: not _is_installed(f"jax_cuda{major}_plugin"))
 
 
 def _is_installed(package: str) -> bool:
@@ -137,9 +129,10 @@ def _is_installed(package: str) -> bool:
 @functools.cache
 def toolkit_folders() -> list[str]:
     """Return the folders with headers of the CUDA toolkit: a wheel's, as the NVRTC in use is."""
-    majors = cuda_majors()
-    if os.path.isabs(next(_candidates(majors))):
-        found = [f"{root}/{x}" for m in majors for x in _INCLUDES[m] for root in wheel_folders()]
+    _, first = next(_candidates())
+    if os.path.isabs(first):
+        majors, roots = cuda_majors(), _wheel_folders()
+        found = [f"{root}/{x}" for m in majors for x in _INCLUDES[m] for root in roots]
     else:
         found = ["/usr/local/cuda/include", "/usr/local/cuda/include/cccl"]
     return [folder for folder in found if os.path.isdir(folder)]
@@ -151,21 +144,34 @@ def toolkit_wheel(name: str) -> str:
     return f"nvidia-{name}-cu12" if major == 12 else f"nvidia-{name}"
 
 
-def wheel_folders() -> Sequence[str]:
+def _wheel_folders() -> Sequence[str]:
     """Return the folders ``nvidia`` of installed wheels."""
     wheels = importlib.util.find_spec("nvidia")
     return (wheels and wheels.submodule_search_locations) or ()
 
 
-def _candidates(majors: Sequence[int]) -> Iterator[str]:
-    """Yield where NVRTC may be: for each CUDA version the wheel's file, then the loader's."""
-    for major in majors:
-        library, folder, _ = _LIBRARIES[major]
-        for root in wheel_folders():
-            path = os.path.join(root, folder, library)
+def library_paths(name: str, folders: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """Yield CUDA versions, and where a library may be: the wheel's file, then the loader's.
+
+    ``folders`` are those of the wheels in ``nvidia``, by CUDA version.
+    """
+    for major in cuda_majors():
+        library = f"{name}.so.{major}"
+        for root in _wheel_folders():
+            path = os.path.join(root, folders[major], library)
             if os.path.isfile(path):
-                yield path
-        yield library
+                yield major, path
+        yield major, library
+
+
+def file_identity(path: str) -> str:
+    """Return what distinguishes a file from any other, without reading it."""
+    file = os.stat(path)
+    return f"{path} {file.st_size} {file.st_mtime_ns}"
+
+
+def _candidates() -> Iterator[tuple[int, str]]:
+    return library_paths("libnvrtc", _FOLDERS)
 
 
 def without_report(log: str) -> str:
@@ -187,9 +193,6 @@ class Nvrtc:
     """
 
     def __init__(self, library: ctypes.CDLL, path: str) -> None:
-        import ctypes
-
-        self._ctypes = ctypes
         self._library = library
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
         self.path = path
@@ -254,7 +257,6 @@ class Nvrtc:
         options: Sequence[str],
         headers: Mapping[str, str],
     ) -> Iterator[tuple[ctypes.c_void_p, str]]:
-        ctypes = self._ctypes
         program = ctypes.c_void_p()
         self._call(
             "nvrtcCreateProgram",
@@ -293,17 +295,17 @@ class Nvrtc:
 
     def _strings(self, strings: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
         encoded = [string.encode() for string in strings]
-        return (self._ctypes.c_char_p * len(encoded))(*encoded)
+        return (ctypes.c_char_p * len(encoded))(*encoded)
 
     def _bytes(self, what: str, program: ctypes.c_void_p) -> bytes:
-        size = self._ctypes.c_size_t()
-        self._call(f"nvrtcGet{what}Size", program, self._ctypes.byref(size))
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
         # NVRTC writes into the buffer, and Python shares small bytes objects.
-        buffer = self._ctypes.create_string_buffer(max(size.value, 1))
+        buffer = ctypes.create_string_buffer(max(size.value, 1))
         self._call(f"nvrtcGet{what}", program, buffer)
         return buffer.raw[: size.value]
 
     def _symbol(self, program: ctypes.c_void_p, name: str) -> str:
-        symbol = self._ctypes.c_char_p()
-        self._call("nvrtcGetLoweredName", program, name.encode(), self._ctypes.byref(symbol))
+        symbol = ctypes.c_char_p()
+        self._call("nvrtcGetLoweredName", program, name.encode(), ctypes.byref(symbol))
         return (symbol.value or b"").decode()
