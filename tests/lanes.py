@@ -12,7 +12,7 @@ from jaxprs import parameters
 
 from jax_tilekern.compilation.compiler import Source
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.lane_kernel import kernel_of
+from jax_tilekern.ops.lane_kernel import write_kernel
 from jax_tilekern.plans.launch import Buffer
 
 # Optimising all kernels together takes minutes.
@@ -81,7 +81,7 @@ class Emulated:
         return [value(x) for x in jaxpr.outvars]
 
     def _run(self, eqn, operands):
-        kernel = kernel_of([x.aval for x in eqn.invars], **parameters(eqn))
+        kernel = write_kernel([x.aval for x in eqn.invars], **parameters(eqn))
         outputs = [(x.aval.shape, x.aval.dtype) for x in eqn.outvars]
         request = self._requests[self._numbers[kernel.text]]
         launch = SimpleNamespace(
@@ -104,6 +104,6 @@ class Emulated:
 def _kernels(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "tilekern_lanes":
-            yield kernel_of([x.aval for x in eqn.invars], **parameters(eqn))
+            yield write_kernel([x.aval for x in eqn.invars], **parameters(eqn))
         elif eqn.primitive.name in ("jit", "pjit"):
             yield from _kernels(eqn.params["jaxpr"].jaxpr)

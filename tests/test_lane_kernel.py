@@ -24,7 +24,7 @@ import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_to_ptx
 from jax_tilekern.compilation.nvrtc import nvrtc
 from jax_tilekern.ops import lane_checkpoints
-from jax_tilekern.ops.lane_kernel import kernel_of
+from jax_tilekern.ops.lane_kernel import write_kernel
 from jax_tilekern.plans.gpu import known_gpu
 
 PARAMETERS = jnp.array([10.0, 28.0, 8 / 3])
@@ -504,7 +504,7 @@ def test_loops_are_in_registers(f, in_axes, shapes, registers, gpu):
 def backward_of(function, *args):
     """The kernel that runs the loop of a function backwards."""
     eqns = [e for e in jax.make_jaxpr(function)(*args).jaxpr.eqns if "function" in e.params]
-    return kernel_of([x.aval for x in eqns[-1].invars], **parameters(eqns[-1]))
+    return write_kernel([x.aval for x in eqns[-1].invars], **parameters(eqns[-1]))
 
 
 @needs_nvrtc
@@ -534,7 +534,7 @@ def test_long_functions_are_called_where_there_are_many():
 
     for count, called in ((3, False), (60, True)):
         avals, call = _call_of(jtk.kernel(lambda x, n=count: sines(n, x)), jnp.ones(4))
-        text = kernel_of(avals, **call).text
+        text = write_kernel(avals, **call).text
         assert ("called::sin(" in text) == called
     start = time.process_time()
     (choice,) = explained(jtk.kernel(lambda x: sines(200, x)), jnp.ones(4))

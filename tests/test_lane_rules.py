@@ -34,7 +34,7 @@ PRIMITIVES = primitives()
 
 def written(function, *args):
     """Translate a function of one lane."""
-    closed = compat.of_low_primitives(jax.make_jaxpr(function)(*args))
+    closed = compat.in_low_primitives(jax.make_jaxpr(function)(*args))
     buffers = [
         Buffer(f"x{i}", np.dtype(x.dtype), x.shape, row_major(x.shape))
         for i, x in enumerate(closed.in_avals)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -113,7 +113,11 @@ class ScalarFunction:
     @functools.cached_property
     def dtypes(self) -> frozenset[Any]:
         """Types of all values."""
-        atoms = (x for eqn in _equations(self.jaxpr.jaxpr) for x in (*eqn.invars, *eqn.outvars))
+        atoms = (
+            x
+            for eqn in compat.leaf_equations(self.jaxpr.jaxpr)
+            for x in (*eqn.invars, *eqn.outvars)
+        )
         return frozenset((*self.out_dtypes, *(x.aval.dtype for x in atoms)))
 
     @property
@@ -356,7 +360,9 @@ def trace_scalars(
     _refuse_arrays(called, meaning, traced.jaxpr)
 
     names = tuple(
-        eqn.params["name"] for eqn in _equations(traced.jaxpr) if eqn.primitive is compat.name_p
+        eqn.params["name"]
+        for eqn in compat.leaf_equations(traced.jaxpr)
+        if eqn.primitive is compat.name_p
     )
     if closed_over or names:
         evaluated = functools.partial(_evaluate_without_names, traced.jaxpr, len(avals))
@@ -429,25 +435,18 @@ def _evaluate_without_names(jaxpr: compat.Jaxpr, count: int, *args: Any) -> list
     Names are left out, because policies are asked about those of the whole call. Jitted functions
     are inlined, because the types of what is in them may have another mesh than that of now.
     """
-    operands, consts = args[:count], args[count:]
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
 
-    def value(atom: Any) -> Any:
-        return atom.val if compat.is_literal(atom) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        read = [value(x) for x in eqn.invars]
+    def equation(eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive is compat.name_p:
-            results = read
-        elif compat.is_plain_jit(eqn):
+            return operands
+        if compat.is_plain_jit(eqn):
             (inner,) = compat.jaxprs_of(eqn)
             consts = eqn.params["jaxpr"].consts
-            results = _evaluate_without_names(inner, len(read), *read, *consts)
-        else:
-            read = [*compat.unify_varying(*read)] if read else read
-            results = compat.bind_equation(eqn, read, jax.sharding.get_abstract_mesh())
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [value(x) for x in jaxpr.outvars]
+            return _evaluate_without_names(inner, len(operands), *operands, *consts)
+        operands = [*compat.unify_varying(*operands)] if operands else operands
+        return compat.bind_equation(eqn, operands, jax.sharding.get_abstract_mesh())
+
+    return compat.eval_jaxpr_by(equation, jaxpr, args[count:], args[:count])
 
 
 def _scalar(dtype: np.dtype[Any]) -> jax.core.ShapedArray:
@@ -458,7 +457,7 @@ def _scalar(dtype: np.dtype[Any]) -> jax.core.ShapedArray:
 
 def _refuse_arrays(called: str, meaning: str, jaxpr: compat.Jaxpr) -> None:
     """Raise a ``TypeError`` for the first equation that is not one of scalars."""
-    for eqn in _equations(jaxpr):
+    for eqn in compat.leaf_equations(jaxpr):
         shapes = [x.aval.shape for x in (*eqn.invars, *eqn.outvars)]
         if eqn.primitive.name in _NOT_ELEMENTWISE or any(shapes):
             raise TypeError(
@@ -469,16 +468,6 @@ def _refuse_arrays(called: str, meaning: str, jaxpr: compat.Jaxpr) -> None:
             raise TypeError(
                 f"{called} has a side effect: {eqn.primitive.name} at {compat.source_line(eqn)}"
             )
-
-
-def _equations(jaxpr: compat.Jaxpr) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        inner = compat.jaxprs_of(eqn)
-        if inner:
-            for each in inner:
-                yield from _equations(each)
-        else:
-            yield eqn
 
 
 def _position(labels: Sequence[int], label: int) -> int | None:

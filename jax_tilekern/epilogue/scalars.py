@@ -45,12 +45,4 @@ def _with_custom_derivative(eqn: Any) -> Any:
 
 def evaluated(jaxpr: compat.Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     """Evaluate elementwise equations on one element of each operand."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
-
-    def value(atom: Any) -> Any:
-        return atom.val if compat.is_literal(atom) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        results = equation_of_scalars(eqn, [value(x) for x in eqn.invars])
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [value(x) for x in jaxpr.outvars]
+    return compat.eval_jaxpr_by(equation_of_scalars, jaxpr, consts, operands)

@@ -53,7 +53,7 @@ def one_of(*values: Any) -> Callable[[Any], bool]:
 absent = one_of(None)
 
 
-def of_no_mesh(sharding: Any) -> bool:
+def undivided(sharding: Any) -> bool:
     """Accept a sharding that divides nothing."""
     return sharding is None or (isinstance(sharding, NamedSharding) and sharding.mesh.empty)
 
@@ -125,13 +125,13 @@ PARAMETERS: dict[str, Parameters] = {
             lax.RoundingMethod.AWAY_FROM_ZERO, lax.RoundingMethod.TO_NEAREST_EVEN
         )
     },
-    "convert_element_type": {**all_of("new_dtype weak_type"), "sharding": of_no_mesh},
+    "convert_element_type": {**all_of("new_dtype weak_type"), "sharding": undivided},
     "name": all_of("name"),
-    "broadcast_in_dim": {**all_of("shape broadcast_dimensions"), "sharding": of_no_mesh},
+    "broadcast_in_dim": {**all_of("shape broadcast_dimensions"), "sharding": undivided},
     "reshape": {
         **all_of("new_sizes"),
         "dimensions": one_of(None, ()),
-        "sharding": of_no_mesh,
+        "sharding": undivided,
     },
     "squeeze": all_of("dimensions"),
     "jit": {

@@ -203,21 +203,15 @@ def _has_products(jaxpr: compat.Jaxpr) -> bool:
 
 def _inlined(jaxpr: compat.Jaxpr, consts: Sequence[Any], *operands: Any) -> list[Any]:
     """Evaluate a jaxpr, inlining jitted functions that have products or are elementwise."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
 
-    def value(atom: Any) -> Any:
-        return atom.val if compat.is_literal(atom) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        read = [value(x) for x in eqn.invars]
+    def equation(eqn: Any, operands: list[Any]) -> list[Any]:
         inner = inlined_call(eqn)
-        if inner is not None and (_has_products(inner.jaxpr) or is_elementwise_jit(eqn)):
-            with compat.traced_from(eqn):
-                results = _inlined(inner.jaxpr, inner.consts, *read)
-        else:
-            results = compat.bind_equation(eqn, read)
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [value(x) for x in jaxpr.outvars]
+        if inner is None or not (_has_products(inner.jaxpr) or is_elementwise_jit(eqn)):
+            return compat.bind_equation(eqn, operands)
+        with compat.traced_from(eqn):
+            return _inlined(inner.jaxpr, inner.consts, *operands)
+
+    return compat.eval_jaxpr_by(equation, jaxpr, consts, operands)
 
 
 class _Evaluation:

@@ -61,9 +61,11 @@ __all__ = [
     "custom_jvp_rule",
     "dot_general_p",
     "eval_jaxpr",
+    "eval_jaxpr_by",
     "explicit_sharding",
     "func",
     "hide_frames",
+    "in_low_primitives",
     "in_pallas_kernel",
     "in_traced_program",
     "inlined_when_traced",
@@ -77,10 +79,10 @@ __all__ = [
     "jaxprs_of",
     "jvp_jaxpr",
     "key_functions",
+    "leaf_equations",
     "lower_per_platform",
     "mlir",
     "name_p",
-    "of_low_primitives",
     "of_one_element",
     "partial_eval",
     "partition_id",
@@ -326,7 +328,7 @@ def closed_with(jaxpr: Any, consts: Sequence[Any]) -> Any:
     return ClosedJaxpr(jaxpr, consts) if ClosedJaxpr is not Jaxpr else jaxpr
 
 
-def of_low_primitives(jaxpr: Any) -> Any:
+def in_low_primitives(jaxpr: Any) -> Any:
     """Return a jaxpr without the primitives that jax 0.12 makes of others, such as searchsorted."""
     return _partial_eval.lower_jaxpr2(jaxpr) if getattr(jaxpr, "is_high", False) else jaxpr
 
@@ -390,6 +392,34 @@ def bind_equation(eqn: Any, operands: Sequence[Any], mesh: Any = None) -> list[A
     with traced_from(eqn), eqn.ctx.manager, of_types:
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def eval_jaxpr_by(
+    equation: Callable[[Any, list[Any]], Sequence[Any]],
+    jaxpr: Any,
+    consts: Sequence[Any],
+    operands: Sequence[Any],
+) -> list[Any]:
+    """Evaluate a jaxpr, whose equations ``equation(eqn, operands)`` evaluates."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        results = equation(eqn, [value(x) for x in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [value(x) for x in jaxpr.outvars]
+
+
+def leaf_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr and of those inside it that have none inside themselves."""
+    for eqn in jaxpr.eqns:
+        inner = jaxprs_of(eqn)
+        for each in inner:
+            yield from leaf_equations(each)
+        if not inner:
+            yield eqn
 
 
 _JIT_PARAMETERS = frozenset(

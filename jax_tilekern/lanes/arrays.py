@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jax_tilekern.epilogue.cuda_text import computed_type, literal, rounded
-from jax_tilekern.epilogue.understood import all_of, of_no_mesh
+from jax_tilekern.epilogue.understood import all_of, undivided
 from jax_tilekern.lanes.values import (
     Buffer,
     Index,
@@ -44,7 +44,7 @@ def _copies(_: LaneWriter, __: Any, operands: list[Value], ___: Places) -> list[
     return operands
 
 
-@rule("reshape", **all_of("new_sizes dimensions"), sharding=of_no_mesh)
+@rule("reshape", **all_of("new_sizes dimensions"), sharding=undivided)
 @rule("squeeze", **all_of("dimensions"))
 def _reshape(_: LaneWriter, eqn: Any, operands: list[Value], __: Places) -> list[Value]:
     (x,) = operands
@@ -79,7 +79,7 @@ def _parenthesised(index: Index) -> Index:
     return f"({index})" if isinstance(index, str) and " " in index else index
 
 
-@rule("broadcast_in_dim", **all_of("shape broadcast_dimensions"), sharding=of_no_mesh)
+@rule("broadcast_in_dim", **all_of("shape broadcast_dimensions"), sharding=undivided)
 def _broadcast(__: LaneWriter, eqn: Any, operands: list[Value], ___: Places) -> list[Value]:
     x = operands[0]
     dtype, shape = result_type(eqn)
@@ -111,7 +111,7 @@ def _tile(__: LaneWriter, eqn: Any, operands: list[Value], ___: Places) -> list[
     return [x.view(shape, source)]
 
 
-@rule("empty", **all_of("shape dtype"), out_sharding=of_no_mesh)
+@rule("empty", **all_of("shape dtype"), out_sharding=undivided)
 @rule("empty2", **all_of("dtype memory_space"))
 def _empty(_: LaneWriter, eqn: Any, __: list[Value], ___: Places) -> list[Value]:
     dtype, shape = result_type(eqn)
@@ -187,7 +187,7 @@ def at_index(x: Value, axis: int, index: Index) -> Value:
     return x.view(shape, lambda i: [*i[:axis], index, *i[axis:]])
 
 
-@rule("iota", **all_of("dtype shape dimension"), sharding=of_no_mesh)
+@rule("iota", **all_of("dtype shape dimension"), sharding=undivided)
 def _iota(_: LaneWriter, eqn: Any, __: list[Value], ___: Places) -> list[Value]:
     dtype, shape = result_type(eqn)
     dim, kind = eqn.params["dimension"], computed_type(dtype)

@@ -23,15 +23,13 @@ _UNROLLED_EQUATIONS = 64
 class _Variable:
     """A variable of C++: what a loop carries, or the result of branches."""
 
-    def __init__(self, writer: LaneWriter, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._writer = writer
+    def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self.dtype, self.shape = dtype, shape
         self.buffer: Buffer | None = None
         self.name = ""
 
     @property
     def value(self) -> Value:
-        """Its value."""
         if self.buffer is not None:
             return in_memory(self.buffer)
         return everywhere(self.dtype, self.shape, self.name)
@@ -44,7 +42,7 @@ def _declared(
     place: Buffer | None = None,
     initial: str = "",
 ) -> _Variable:
-    variable = _Variable(writer, dtype, shape)
+    variable = _Variable(dtype, shape)
     if np.prod(shape, dtype=int) == 1:
         variable.name = writer.name("c")
         writer.line(f"{computed_type(dtype)} {variable.name}{initial and f' = {initial}'};")
@@ -56,7 +54,7 @@ def _declared(
 def _carried(
     writer: LaneWriter, values: Sequence[Value], read: Sequence[Value], places: Places
 ) -> list[_Variable]:
-    """Return variables that begin as values, in the values' own memory if nothing else reads it.
+    """Return variables that begin as values, in the values' own memory where nothing else reads it.
 
     The loop also reads ``read``.
     """
@@ -65,7 +63,7 @@ def _carried(
         if value.size == 1:
             variables.append(_declared(writer, value.dtype, value.shape, initial=value.first))
             continue
-        variable = _Variable(writer, value.dtype, value.shape)
+        variable = _Variable(value.dtype, value.shape)
         others = [*values[:i], *values[i + 1 :], *read]
         variable.buffer = writer.to_update(value, place, others)
         variables.append(variable)
@@ -155,11 +153,14 @@ def _scan(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -
 
 @rule("while", **all_of("cond_nconsts cond_jaxpr body_nconsts body_jaxpr"))
 def _while(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
-    of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition = compat.closed_jaxpr(eqn.params["cond_jaxpr"])
     body = compat.closed_jaxpr(eqn.params["body_jaxpr"])
-    tested, known = operands[:of_condition], operands[of_condition : of_condition + of_body]
-    initial = operands[of_condition + of_body :]
+    tested, known = (
+        operands[:condition_consts],
+        operands[condition_consts : condition_consts + body_consts],
+    )
+    initial = operands[condition_consts + body_consts :]
     variables = _carried(writer, initial, [*tested, *known], places)
     with writer.block("while (true)"):
         with writer.body_of_loop():

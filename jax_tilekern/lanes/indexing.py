@@ -15,7 +15,7 @@ from jax_tilekern.lanes.arrays import Places, result_type, sliced
 from jax_tilekern.lanes.values import Index, Value, in_memory, plus
 from jax_tilekern.lanes.writer import LaneWriter, rule
 
-_OF_GATHERS_AND_SCATTERS = {
+_GATHER_AND_SCATTER_PARAMETERS = {
     **all_of("dimension_numbers indices_are_sorted unique_indices"),
     # What becomes of indices out of bounds. CUDA clips those that are promised to be inside.
     "mode": one_of(
@@ -71,7 +71,7 @@ def _drops(eqn: Any) -> bool:
     return bool(eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP)
 
 
-@rule("gather", **_OF_GATHERS_AND_SCATTERS, **all_of("slice_sizes fill_value"))
+@rule("gather", **_GATHER_AND_SCATTER_PARAMETERS, **all_of("slice_sizes fill_value"))
 def _gather(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
     x, indices = operands
     dtype, shape = result_type(eqn)
@@ -89,10 +89,10 @@ def _gather(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places)
         batch = [out[d] for d in batch_dims]
         offsets = iter([out[d] for d in offset_dims])
         place: list[Index] = [0 if d in hidden else next(offsets) for d in range(len(x.shape))]
-        for of_operand, of_indices in zip(
+        for dim, batch_dim in zip(
             numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
         ):
-            place[of_operand] = batch[of_indices]
+            place[dim] = batch[batch_dim]
         inside = []
         for k, d in enumerate(numbers.start_index_map):
             start = writer.scalar(indices.dtype, indices.at([*batch, k])).first
@@ -131,7 +131,7 @@ def _fill_value(writer: LaneWriter, eqn: Any, dtype: Any) -> str:
 
 @rule(
     *("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
-    **_OF_GATHERS_AND_SCATTERS,
+    **_GATHER_AND_SCATTER_PARAMETERS,
     **all_of("update_jaxpr update_consts"),
 )
 def _scatter(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
@@ -141,8 +141,8 @@ def _scatter(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places
     hidden = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window_dims = [d for d in range(len(x.shape)) if d not in hidden]
     sizes = [1] * len(x.shape)
-    for d, of_update in zip(window_dims, numbers.update_window_dims, strict=True):
-        sizes[d] = updates.shape[of_update]
+    for d, update_dim in zip(window_dims, numbers.update_window_dims, strict=True):
+        sizes[d] = updates.shape[update_dim]
     scatter_dims = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
     indices, updates = writer.evaluated(indices), writer.evaluated(updates)
     buffer = writer.to_update(x, places[0])
@@ -153,12 +153,12 @@ def _scatter(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places
     with writer.elements(updates.shape) as i:
         batch = [i[d] for d in scatter_dims]
         place: list[Index] = [0] * len(x.shape)
-        for d, of_update in zip(window_dims, numbers.update_window_dims, strict=True):
-            place[d] = i[of_update]
-        for of_operand, of_indices in zip(
+        for d, update_dim in zip(window_dims, numbers.update_window_dims, strict=True):
+            place[d] = i[update_dim]
+        for dim, batch_dim in zip(
             numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
         ):
-            place[of_operand] = batch[of_indices]
+            place[dim] = batch[batch_dim]
         inside = []
         for k, d in enumerate(numbers.scatter_dims_to_operand_dims):
             start = writer.scalar(indices.dtype, indices.at([*batch, k])).first

@@ -43,13 +43,7 @@ def raw_type(aval: Any) -> jax.core.ShapedArray:
 
 
 def without_keys(closed: Any) -> Any:
-    """Return a jaxpr that takes and returns the data of keys.
-
-    Raises
-    ------
-    Untranslatable
-        If keys are used in a way that has no such form.
-    """
+    """Return a jaxpr that takes and returns the data of keys, if the keys are used so."""
     if not _has_keys(closed):
         return closed
     with compat.without_mesh():
@@ -67,17 +61,8 @@ def _has_keys(closed: Any) -> bool:
 
 
 def _evaluated(closed: Any, operands: Sequence[Any]) -> list[Any]:
-    jaxpr = closed.jaxpr
     consts = [jax.random.key_data(x) if is_key(x) else x for x in closed.consts]
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
-
-    def value(atom: Any) -> Any:
-        return atom.val if compat.is_literal(atom) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        results = _equation(eqn, [value(x) for x in eqn.invars])
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [value(x) for x in jaxpr.outvars]
+    return compat.eval_jaxpr_by(_equation, closed.jaxpr, consts, operands)
 
 
 def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -100,7 +85,7 @@ def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
             return _evaluated(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), operands)
         if name in _MOVES and all(compat.key_functions(x.aval.dtype).key_shape == (2,) for x in
                              (*eqn.invars, *eqn.outvars) if is_key(x.aval)):  # fmt: skip
-            return _of_each_word(eqn, operands)
+            return _for_each_word(eqn, operands)
         raise Untranslatable(f"no CUDA for {name} of random keys")
 
 
@@ -112,7 +97,7 @@ def _raw(param: Any) -> Any:
     return param
 
 
-def _of_each_word(eqn: Any, operands: list[Any]) -> list[Any]:
+def _for_each_word(eqn: Any, operands: list[Any]) -> list[Any]:
     """Apply an equation that moves keys to each word of their data."""
     axes = [-1 if is_key(x.aval) else None for x in eqn.invars]
 
@@ -123,7 +108,7 @@ def _of_each_word(eqn: Any, operands: list[Any]) -> list[Any]:
     return list(jax.vmap(bound, in_axes=axes, out_axes=-1)(*operands))
 
 
-def _of_each_key(function: Callable[..., Any], keys: Any, key_dims: int) -> Any:
+def _for_each_key(function: Callable[..., Any], keys: Any, key_dims: int) -> Any:
     for _ in range(keys.ndim - key_dims):
         function = jax.vmap(function)
     return function(keys)
@@ -131,13 +116,13 @@ def _of_each_key(function: Callable[..., Any], keys: Any, key_dims: int) -> Any:
 
 def _split(eqn: Any, keys: Any) -> Any:
     functions, shape = compat.key_functions(eqn.invars[0].aval.dtype), eqn.params["shape"]
-    return _of_each_key(lambda key: functions.split(key, shape), keys, len(functions.key_shape))
+    return _for_each_key(lambda key: functions.split(key, shape), keys, len(functions.key_shape))
 
 
 def _bits(eqn: Any, keys: Any) -> Any:
     functions = compat.key_functions(eqn.invars[0].aval.dtype)
     width, shape = eqn.params["bit_width"], eqn.params["shape"]
-    return _of_each_key(
+    return _for_each_key(
         lambda key: functions.random_bits(key, width, shape), keys, len(functions.key_shape)
     )
 
@@ -154,7 +139,7 @@ def _fold_in(eqn: Any, keys: Any, data: Any) -> Any:
 
 def _seed(eqn: Any, seeds: Any) -> Any:
     function = compat.key_functions(eqn.outvars[0].aval.dtype).seed
-    return _of_each_key(function, jnp.asarray(seeds), 0)
+    return _for_each_key(function, jnp.asarray(seeds), 0)
 
 
 # What each primitive is, and the parameters that it understands.

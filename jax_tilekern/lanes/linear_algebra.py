@@ -21,19 +21,13 @@ _MAX_SIZE = 16
 Rows = list[list[Any]]
 
 
-def _of_matrices(
+def _matrix_rule(
     name: str, cores: tuple[int, ...], parameters: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that makes a JAX function of matrices the rule of a primitive.
 
-    Parameters
-    ----------
-    name
-        The primitive. The function gets its operands and parameters.
-    cores
-        The dimensions of one matrix or vector, for each operand. Others are batches.
-    parameters
-        Those that the function understands.
+    ``cores`` has the number of dimensions of each operand's matrix or vector; the others are
+    batches.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +58,7 @@ def _matrix(rows: Rows, shape: tuple[int, ...]) -> Any:
     return jnp.stack(elements).reshape(shape) if elements else jnp.zeros(shape)
 
 
-@_of_matrices("cholesky", (2,))
+@_matrix_rule("cholesky", (2,))
 def _cholesky(x: Any) -> Any:
     a, n = _rows(x), x.shape[0]
     zero = jnp.zeros((), x.dtype)
@@ -81,7 +75,7 @@ def _cholesky(x: Any) -> Any:
     return jnp.where(definite, _matrix(found, x.shape), jnp.nan).astype(x.dtype)
 
 
-@_of_matrices("lu", (2,))
+@_matrix_rule("lu", (2,))
 def _lu(x: Any) -> Any:
     a, (m, n) = _rows(x), x.shape
     order, pivots = [jnp.int32(i) for i in range(m)], []
@@ -108,7 +102,7 @@ def _exchanged(here: Any, row: list[Any], other: list[Any]) -> tuple[list[Any], 
     return [jnp.where(here, y, x) for x, y in pairs], [jnp.where(here, x, y) for x, y in pairs]
 
 
-@_of_matrices("lu_pivots_to_permutation", (1,), "permutation_size")
+@_matrix_rule("lu_pivots_to_permutation", (1,), "permutation_size")
 def _permutation(pivots: Any, *, permutation_size: int) -> Any:
     order = jnp.arange(permutation_size, dtype=pivots.dtype)
     for k in range(pivots.shape[0]):
@@ -118,7 +112,7 @@ def _permutation(pivots: Any, *, permutation_size: int) -> Any:
     return order
 
 
-@_of_matrices("qr", (2,), "pivoting full_matrices use_magma")
+@_matrix_rule("qr", (2,), "pivoting full_matrices use_magma")
 def _qr(x: Any, *, pivoting: bool, full_matrices: bool, **_: Any) -> Any:
     if pivoting:
         raise Untranslatable("no CUDA for qr with pivoting")
@@ -154,7 +148,7 @@ def _reflect(a: Rows, k: int, factor: Any, v: list[Any], columns: range) -> None
             row[j] = row[j] - factor * product * x
 
 
-@_of_matrices("triangular_solve", (2, 2), "left_side lower transpose_a conjugate_a unit_diagonal")
+@_matrix_rule("triangular_solve", (2, 2), "left_side lower transpose_a conjugate_a unit_diagonal")
 def _triangular_solve(
     a: Any,
     b: Any,

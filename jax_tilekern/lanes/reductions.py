@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_tilekern.epilogue.cuda_text import computed_type, literal
-from jax_tilekern.epilogue.understood import all_of, anything, of_no_mesh
+from jax_tilekern.epilogue.understood import all_of, anything, undivided
 from jax_tilekern.interop import compat
 from jax_tilekern.lanes.arrays import Places, result_type
 from jax_tilekern.lanes.values import (
@@ -84,7 +84,7 @@ def _for_each(
     return in_memory(buffer)
 
 
-@rule(*(f"reduce_{kind}" for kind in _REDUCTIONS), axes=anything, out_sharding=of_no_mesh)
+@rule(*(f"reduce_{kind}" for kind in _REDUCTIONS), axes=anything, out_sharding=undivided)
 def _reduce(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
     (x,) = operands
     kind, axes = eqn.primitive.name.removeprefix("reduce_"), eqn.params["axes"]
@@ -144,7 +144,7 @@ def _arg(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) ->
     better = ">" if eqn.primitive.name == "argmax" else "<"
 
     def result(kept: Sequence[Index]) -> str:
-        column = at_index_of(x, axis, kept)
+        column = _elements_along(x, axis, kept)
         best, where = writer.name("r"), writer.name("r")
         writer.line(f"{x.cxx} {best} = {column(0)};")
         writer.line(f"int {where} = 0;")
@@ -161,8 +161,7 @@ def _arg(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) ->
     return [_for_each(writer, dtype, shape, places[0], result)]
 
 
-def at_index_of(x: Value, axis: int, others: Sequence[Index]) -> Callable[[Index], str]:
-    """Return the expression of an element along one dimension."""
+def _elements_along(x: Value, axis: int, others: Sequence[Index]) -> Callable[[Index], str]:
     return lambda i: x.at([*others[:axis], i, *others[axis:]])
 
 
@@ -172,7 +171,7 @@ def _cumulative(writer: LaneWriter, eqn: Any, operands: list[Value], places: Pla
     kind = eqn.primitive.name.removeprefix("cum")
     buffer, size = writer.array(x.dtype, x.shape, places[0]), x.shape[axis]
     with writer.elements((*x.shape[:axis], *x.shape[axis + 1 :])) as others:
-        column = at_index_of(x, axis, others)
+        column = _elements_along(x, axis, others)
         name = writer.name("r")
         writer.line(f"{x.cxx} {name} = {_identity(kind, x.dtype)};")
         with writer.loop(size, unroll=writer.is_unrolled(x.size), down=eqn.params["reverse"]) as i:
@@ -208,7 +207,7 @@ def _is_precision(value: Any) -> bool:
 @rule(
     "dot_general",
     **all_of("dimension_numbers preferred_element_type"),
-    out_sharding=of_no_mesh,
+    out_sharding=undivided,
     precision=_is_precision,
 )
 def _dot_general(

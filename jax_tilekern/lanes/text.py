@@ -22,7 +22,7 @@ from jax_tilekern.lanes import (  # noqa: F401
     reductions,
     sorts,
 )
-from jax_tilekern.lanes.values import Buffer, Shape, Value, in_memory, is_wide, row_major
+from jax_tilekern.lanes.values import Buffer, Shape, in_memory, is_wide, row_major
 from jax_tilekern.lanes.writer import LaneWriter, TooLong
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.lanes import LaneKernel
@@ -35,19 +35,11 @@ Axes = tuple[int | None, ...]
 
 
 class Layout(NamedTuple):
-    """How an array holds the operands or results of all lanes.
-
-    Attributes
-    ----------
-    dtype, shape
-        Of the whole array.
-    axes
-        Its dimensions that are lanes.
-    """
+    """How an array holds the operands or results of all lanes."""
 
     dtype: np.dtype[Any]
-    shape: Shape
-    axes: Axes
+    shape: Shape  # of the whole array
+    axes: Axes  # for each dimension of lanes, the dimension of the array
 
     @property
     def own_dims(self) -> tuple[int, ...]:
@@ -96,28 +88,9 @@ def lane_kernel(
     operands: Sequence[Layout],
     results: Sequence[Layout],
 ) -> LaneKernel:
-    """Write the kernel of a jaxpr.
-
-    Parameters
-    ----------
-    name
-        What the user's function is called.
-    closed
-        The jaxpr of one lane.
-    operands, results
-        The arrays of all lanes.
-
-    Raises
-    ------
-    Untranslatable
-        If CUDA does not compute an equation, or the text would be too long.
-    """
-    sizes: list[int] = []
-    for k in range(len(results[0].axes)):
-        axis = results[0].axes[k]
-        assert axis is not None
-        sizes.append(results[0].shape[axis])
-    lanes = _Lanes(tuple(sizes))
+    """Write the kernel of one lane's jaxpr; raise ``Untranslatable`` if it has none."""
+    # A result has every dimension of lanes.
+    lanes = _Lanes(tuple(results[0].shape[axis] for axis in results[0].axes if axis is not None))
     for unrolled in _UNROLLED:
         try:
             return _written(name, closed, operands, results, lanes, unrolled)
@@ -147,7 +120,8 @@ def _written(
     parameters.append("unsigned char* workspace")
     for layout in operands:
         computed_type(layout.dtype)
-    inputs = [_loaded(writer, x.buffer(f"px{i}")) for i, x in enumerate(operands)]
+    # An operand of one element is a named scalar.
+    inputs = [writer.evaluated(in_memory(x.buffer(f"px{i}"))) for i, x in enumerate(operands)]
     places = [x.buffer(f"py{i}") for i, x in enumerate(results)]
     found = writer.jaxpr(closed, inputs, places)
     for place, value in zip(places, found, strict=True):
@@ -173,11 +147,6 @@ def _written(
         alignments=tuple(x.dtype.itemsize for x in (*operands, *results)),
         workspace_bytes=writer.workspace_bytes,
     )
-
-
-def _loaded(writer: LaneWriter, buffer: Buffer) -> Value:
-    """Return an operand, by name if it is one element."""
-    return writer.evaluated(in_memory(buffer))
 
 
 _TEMPLATE = """\

@@ -69,28 +69,16 @@ def indices_of(flat: Index, shape: Sequence[int]) -> tuple[Index, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Memory of an array, which a lane may write.
+    """Memory of an array, which a lane may write."""
 
-    Attributes
-    ----------
-    name
-        A C++ pointer or array.
-    dtype
-        Type of the elements.
-    shape, strides
-        Sizes, and distances between neighbours in elements of the pointer.
-    stored
-        Whether elements have their type in memory, and not the one that they are computed in.
-    wide
-        Whether positions may exceed an ``int``.
-    """
-
-    name: str
+    name: str  # a C++ pointer or array
     dtype: np.dtype[Any]
+    # Sizes, and distances between neighbours in elements of the pointer.
     shape: Shape
     strides: Shape
+    # Whether elements in memory have their own type, not the type that they are computed in.
     stored: bool = False
-    wide: bool = False
+    wide: bool = False  # whether positions may exceed an int
 
     def _place(self, indices: Sequence[Index]) -> str:
         if not self.wide:
@@ -134,28 +122,15 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A value: how to read an element of it, which costs little more than a load.
-
-    Attributes
-    ----------
-    dtype, shape
-        As in JAX.
-    at
-        ``at(indices)`` is the C++ expression of an element.
-    flat
-        ``flat(position)`` is the same for a position in row-major order, if that is as simple.
-    buffers
-        Memory that it reads.
-    whole
-        The memory of which it is all elements in order.
-    """
+    """How to read an element of a value, which costs little more than a load."""
 
     dtype: np.dtype[Any]
     shape: Shape
-    at: Callable[[Sequence[Index]], str]
+    at: Callable[[Sequence[Index]], str]  # at(indices) is the C++ expression of an element
+    # flat(position) is the same for a position in row-major order, if that is as simple.
     flat: Callable[[Index], str] | None = None
-    buffers: frozenset[Buffer] = frozenset()
-    whole: Buffer | None = None
+    buffers: frozenset[Buffer] = frozenset()  # the memory that it reads
+    whole: Buffer | None = None  # the buffer whose elements it has, all and in order
 
     @property
     def size(self) -> int:

@@ -72,9 +72,9 @@ class TooLong(Exception):
 
 
 def rule(*names: str, **parameters: Callable[[Any], bool]) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers the rule of primitives.
+    """Return a decorator that registers a function as the rule of primitives.
 
-    It is called for equations that have no parameters but these, with values that are accepted.
+    The rule gets equations whose parameters are all among ``parameters`` and accepted by them.
     """
 
     def register(function: Rule) -> Rule:
@@ -85,13 +85,7 @@ def rule(*names: str, **parameters: Callable[[Any], bool]) -> Callable[[Rule], R
 
 
 def broadcast(x: Value, shape: Shape, eqn: Any) -> Value:
-    """Return an operand of an elementwise equation as an array of the result's shape.
-
-    Raises
-    ------
-    Untranslatable
-        If it has another size than the result in some dimension, and not 1.
-    """
+    """Return an operand of an elementwise equation in the shape of the result."""
     if x.shape == shape:
         return x
     if not broadcasts(x.shape, shape):
@@ -124,12 +118,8 @@ class _Scope:
 class LaneWriter:
     """Writes one kernel.
 
-    Parameters
-    ----------
-    unrolled
-        Arrays of up to so many elements have unrolled loops.
-    lanes
-        Number of lanes, by which elements in the workspace are apart.
+    Arrays of up to ``unrolled`` elements have unrolled loops. In the workspace, neighbouring
+    elements of a lane's array are ``lanes`` elements apart.
     """
 
     def __init__(self, unrolled: int, lanes: int) -> None:
@@ -202,19 +192,10 @@ class LaneWriter:
 
     @contextlib.contextmanager
     def steps(self, size: int, rows: int, *, down: bool = False) -> Iterator[Index]:
-        """Write a loop over the steps of a ``scan``; yields the index.
+        """Write a loop over the steps of a ``scan``, each of which reads ``rows`` elements.
 
         An innermost loop that reads from memory is unrolled a few times if its body is short: the
-        loads of several steps are then on their way at a time.
-
-        Parameters
-        ----------
-        size
-            Number of steps.
-        rows
-            Elements that a step reads of arrays in memory.
-        down
-            Whether the last step comes first.
+        loads of several steps are then in flight at once.
         """
         start, before = len(self.statements), self._unrolled_statements
         with self.loop(size, unroll=False, down=down) as i:
@@ -315,10 +296,7 @@ class LaneWriter:
         return self.filled(value, self.array(value.dtype, value.shape, place))
 
     def may_write(self, value: Value, others: Sequence[Value] = ()) -> bool:
-        """Whether nothing reads a value's memory after the current equation.
-
-        ``others`` are operands of the equation that it reads later.
-        """
+        """Whether nothing reads a value's memory after the current equation, nor ``others``."""
         buffer = value.whole
         return (
             buffer is not None
@@ -348,17 +326,7 @@ class LaneWriter:
         operands: Sequence[Value],
         places: Sequence[Buffer | None] | None = None,
     ) -> list[Value]:
-        """Write a jaxpr's equations; return its results.
-
-        Parameters
-        ----------
-        closed
-            The jaxpr.
-        operands
-            Values of its operands.
-        places
-            Memory that results may be written to.
-        """
+        """Write a jaxpr's equations; return its results, which may be written to ``places``."""
         jaxpr = closed.jaxpr
         scope = _Scope(jaxpr)
         self._scopes.append(scope)

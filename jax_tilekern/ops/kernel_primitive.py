@@ -49,13 +49,7 @@ Batches = tuple[tuple[bool, ...], ...]
 
 
 def input_types(avals: Sequence[Any], batches: Batches = ()) -> tuple[Array, ...]:
-    """Return the types of a kernel's inputs without the dimensions of batches.
-
-    Raises
-    ------
-    TypeError
-        If one has no memory of its own kind, as a typed key of ``jax.random`` has none.
-    """
+    """Return the types of a kernel's inputs without the dimensions of batches."""
     for i, aval in enumerate(avals):
         if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             raise TypeError(f"input {i} of a kernel is {aval}; pass jax.random.key_data of it")
@@ -259,13 +253,7 @@ def tuned_call(
     parameters: Parameters,
     batches: Batches,
 ) -> tuple[KernelCall, str]:
-    """Describe a call with the parameters that are tuned; return what to say about them, too.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As :meth:`KernelSettings.call`, or if the outputs depend on the choice.
-    """
+    """Describe a call with its tuned parameters; return it, and words about the choice."""
     use = _use(avals, parameters=parameters, batches=batches)
     if settings.candidates(parameters) == [{}]:
         return settings.call(use), ""
@@ -298,13 +286,7 @@ def _plan_elsewhere(
 
 
 def _checked_by_compiler(call: KernelCall) -> str:
-    """Compile a kernel that does not run here, and say for which GPU.
-
-    Raises
-    ------
-    CompileError, TypeError, ValueError
-        As :func:`~jax_tilekern.plans.cuda_kernel.plan_kernel`.
-    """
+    """Compile a kernel that does not run here; return for which GPU."""
     try:
         gpu = current_gpu()
     except NoGpu:

@@ -28,9 +28,8 @@ _PACKED = re.compile(r"u?int[24]$|float[46]_")
 class Parameters(Mapping[str, Any]):
     """The keywords of a call, which are static: part of the key of JAX's compiled programs.
 
-    With them go JAX's modes at the call, in which the user's other functions run too.
-
-    Equal only if they are indistinguishable: Python has ``1 == 1.0 == True`` and ``0.0 == -0.0``.
+    They carry JAX's modes at the call, in which the user's other functions run too. They are equal
+    only if they are indistinguishable, because Python has ``1 == 1.0 == True`` and ``0.0 == -0.0``.
     """
 
     def __init__(self, kernel: str, values: Mapping[str, Any], modes: Modes | None = None) -> None:
@@ -59,10 +58,7 @@ class Parameters(Mapping[str, Any]):
 
     @property
     def dtypes(self) -> tuple[np.dtype[Any], ...]:
-        """Types that rules of the call use besides its own: of 64 bits if the user's functions do.
-
-        See :func:`jax_tilekern.interop.global_modes.by_types`.
-        """
+        """64-bit if the functions of the user run with x64; ``by_types`` reads it."""
         return (np.dtype(np.float64),) if self.modes.x64 else ()
 
     def __getitem__(self, name: str) -> Any:
@@ -92,21 +88,11 @@ def _exact(value: Any) -> tuple[str, Any]:
 
 
 class Use(NamedTuple):
-    """What settings may depend on, in one call.
+    """What settings may depend on, in one call."""
 
-    Attributes
-    ----------
-    inputs
-        Types of the inputs, without the dimensions of batches.
-    parameters
-        The keywords.
-    batches
-        What ``vmap`` has put in front.
-    """
-
-    inputs: tuple[Array, ...]
+    inputs: tuple[Array, ...]  # without the dimensions of batches
     parameters: Parameters
-    batches: tuple[Batch, ...] = ()
+    batches: tuple[Batch, ...] = ()  # the dimensions that vmap has put in front
 
     def __str__(self) -> str:
         """Return it as the arguments of a setting's function."""
@@ -190,9 +176,9 @@ class KernelSettings:
         return outputs
 
     def check_output_types(self, use: Use) -> None:
-        """Raise a ``TypeError`` if x64 is off and an output has 64-bit elements, as no input has.
+        """Raise a ``TypeError`` if x64 is off and an output, but no input, has 64-bit elements.
 
-        For the user's call alone: rules of a call may run in other modes.
+        Only the user's call is checked, because rules of a call may run in other modes.
         """
         for i, output in enumerate(self.outputs(use)):
             held = jax.dtypes.canonicalize_dtype(output.dtype)
@@ -229,14 +215,7 @@ class KernelSettings:
         return isinstance(self._value("out", use), tuple | list)
 
     def call(self, use: Use) -> KernelCall:
-        """Describe a call.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If a setting is not what it should be, or its function raises an error, or the call is
-            not what the kernel's declaration takes.
-        """
+        """Describe a call, with every setting checked."""
 
         def value(setting: str) -> Any:
             return self._value(setting, use)

@@ -26,13 +26,7 @@ class NamedDims(NamedTuple):
 
 
 def parsed(kernel: str, text: Any) -> NamedDims:
-    """Read a rule such as ``"rows k, k columns -> rows columns"``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is no text, or not of that form.
-    """
+    """Read a rule such as ``"rows k, k columns -> rows columns"``, or raise an error."""
     if not isinstance(text, str):
         raise TypeError(f"kernel {kernel}: sharding_rule is {text!r}, not a string")
     sides = [tuple(tuple(array.split()) for array in side.split(",")) for side in text.split("->")]
@@ -60,24 +54,7 @@ def sharding_rule(
     outputs: Sequence[Array],
     batches: Sequence[Batch] = (),
 ) -> ShardingRule:
-    """Return the sharding rule of a call.
-
-    Parameters
-    ----------
-    kernel
-        The kernel's name, for errors.
-    text
-        The user's rule.
-    inputs, outputs
-        Types without the dimensions of batches.
-    batches
-        What ``vmap`` has put in front.
-
-    Raises
-    ------
-    ValueError
-        If the rule does not fit the shapes.
-    """
+    """Return the sharding rule of a call, of the user's text; raise an error if it does not fit."""
     named = parsed(kernel, text)
     shapes = " -> ".join(
         ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in arrays)
@@ -132,13 +109,7 @@ def sharding_rule(
 def explicit_shardings(
     kernel: str, text: str, rule: ShardingRule, avals: Sequence[Any]
 ) -> list[NamedSharding] | None:
-    """Return the outputs' shardings on a mesh with explicit axes, ``None`` on others.
-
-    Raises
-    ------
-    jax.sharding.ShardingTypeError
-        If inputs share a dimension differently, or a dimension that must be whole is sharded.
-    """
+    """Return the outputs' shardings on a mesh with explicit axes, ``None`` on others."""
     shardings = filter(None, map(compat.explicit_sharding, avals))
     mesh = next((sharding.mesh for sharding in shardings), None)
     if mesh is None:

@@ -19,26 +19,14 @@ from jax_tilekern.plans.tuned import XLA, current_choices
 
 @dataclass(frozen=True)
 class TunableCall:
-    """A call of a kernel with parameters that it leaves open.
-
-    Attributes
-    ----------
-    settings
-        The kernel.
-    use
-        What settings may depend on: the call's inputs and keywords.
-    types
-        Shapes and types of the operands, dimensions of batches included.
-    function
-        ``function(*operands, parameters=...)`` makes the call with parameters.
-    reference
-        ``reference(*operands)`` is what the call means, if the kernel has a reference.
-    """
+    """A call of a kernel whose parameters to tune are open."""
 
     settings: KernelSettings
     use: Use
+    # Shapes and types of the operands, with batches.
     types: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # function(*operands, parameters=...) makes the call.
+    # reference(*operands) is what the call means, if there is a reference.
     reference: Callable[..., Any] | None
 
     @property
@@ -102,15 +90,7 @@ def chosen(call: TunableCall, gpu: Gpu) -> tuple[Parameters, str]:
 
 
 def checked(label: str, tune: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the argument of a user.
-
-    Raises
-    ------
-    TypeError
-        If it is no mapping from names to sequences of hashable values.
-    ValueError
-        If there is no value.
-    """
+    """Return the user's argument ``tune``, or raise an error."""
     if not isinstance(tune, Mapping):
         raise TypeError(
             f"kernel {label}: tune is {tune!r}, not a dict such as {{'block': (64, 128)}}"

@@ -1,8 +1,8 @@
 """What reverse mode saves of a loop of lanes, and what it computes again.
 
-A loop saves what the derivative of each step needs. With checkpoints it saves the state that it
-carries, and the step is computed again: the state before each step, or the state before every
-``every`` steps, of which the states in between are computed again too.
+Without checkpoints a loop saves what the derivative of each step needs. With checkpoints it saves
+the state that it carries before every ``every`` steps, and computes the steps, and the states
+between two checkpoints, again.
 """
 
 from __future__ import annotations
@@ -21,23 +21,18 @@ from jax_tilekern.interop.compat import partial_eval
 # "auto" for a choice by what would be saved, ``None`` for no checkpoints, or the steps between two.
 Checkpoint = Literal["auto"] | int | None
 
-# What a call of all lanes may save, in "auto". A GPU writes and reads as much in 0.2 ms. Within it,
-# too, a GPU computes tens of operations in the time that it takes to save a number and read it.
+# What a call of all lanes may save in "auto". A GPU writes and reads as much in 0.2 ms. It computes
+# tens of operations in the time that it takes to save a number and read it, so half as much saved
+# memory is worth a second computation.
 MAX_SAVED_BYTES = 256 << 20
-# Loops of up to so many steps are a part of the step around them.
+# Loops of up to so many steps have no checkpoints of their own.
 _SHORT_LOOP = 8
-# About the square root of the number of steps.
+# Stands for about the square root of the number of steps.
 _ROOT = 0
 
 
 def checked(checkpoint: Any) -> Checkpoint:
-    """Return the argument of a user.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is none of those that there are.
-    """
+    """Return the user's argument ``checkpoint``, or raise an error."""
     if checkpoint is None:
         return None
     if isinstance(checkpoint, str) and checkpoint == "auto":
@@ -53,27 +48,13 @@ def checked(checkpoint: Any) -> Checkpoint:
 
 
 class Division(NamedTuple):
-    """The parts of a jaxpr.
+    """A jaxpr in two parts."""
 
-    Attributes
-    ----------
-    first
-        What depends on known operands alone; its last results are residuals.
-    second
-        The rest; its first operands are the residuals.
-    unknown_results
-        Which results the second part computes.
-    residuals
-        Types of the residuals.
-    checkpoint
-        What is to be done for derivatives of the second part, whose loops may have checkpoints.
-    """
-
-    first: Any
-    second: Any
-    unknown_results: list[bool]
-    residuals: list[Any]
-    checkpoint: Checkpoint
+    first: Any  # depends on known operands alone; its last results are residuals
+    second: Any  # the rest; its first operands are the residuals
+    unknown_results: list[bool]  # which results the second part computes
+    residuals: list[Any]  # their types
+    checkpoint: Checkpoint  # the checkpoints for derivatives of loops in the second part
 
 
 def divided(
@@ -82,19 +63,10 @@ def divided(
     checkpoint: Checkpoint,
     saved_bytes: Callable[[Any, int], int],
 ) -> Division:
-    """Divide a jaxpr into what depends on known operands alone, and the rest.
+    """Divide a lane's jaxpr into what depends on known operands alone, and the rest.
 
-    Parameters
-    ----------
-    closed
-        The jaxpr of a lane.
-    unknown
-        Which operands are unknown.
-    checkpoint
-        As of :func:`jax_tilekern.kernel`.
-    saved_bytes
-        ``saved_bytes(first, count)`` is the size of the last ``count`` results of a first part, for
-        all lanes.
+    ``saved_bytes(first, count)`` is the size, for all lanes, of the last ``count`` results of a
+    first part.
     """
     if not _has_long_loop(closed.jaxpr):
         return _divided(closed, unknown, None, checkpoint)
@@ -145,25 +117,18 @@ def _with_checkpoints(closed: Any, every: int) -> Any:
 
 def _evaluated(closed: Any, every: int, operands: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr, with checkpoints in its loops."""
-    jaxpr = closed.jaxpr
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *operands), strict=True))
 
-    def read(x: Any) -> Any:
-        return x.val if compat.is_literal(x) else values[x]
-
-    for eqn in jaxpr.eqns:
-        given = [read(x) for x in eqn.invars]
+    def equation(eqn: Any, given: list[Any]) -> list[Any]:
         if eqn.primitive.name == "scan":
-            results = _scan(eqn, every, given)
-        elif compat.is_plain_jit(eqn):
-            results = _evaluated(compat.closed_jaxpr(eqn.params["jaxpr"]), every, given)
-        elif eqn.primitive.name == "cond" and not eqn.params.get("branches_platforms"):
+            return _scan(eqn, every, given)
+        if compat.is_plain_jit(eqn):
+            return _evaluated(compat.closed_jaxpr(eqn.params["jaxpr"]), every, given)
+        if eqn.primitive.name == "cond" and not eqn.params.get("branches_platforms"):
             branches = [_function(x, every) for x in eqn.params["branches"]]
-            results = lax.switch(given[0], branches, *given[1:])
-        else:
-            results = compat.bind_equation(eqn, given)
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [read(x) for x in jaxpr.outvars]
+            return list(lax.switch(given[0], branches, *given[1:]))
+        return compat.bind_equation(eqn, given)
+
+    return compat.eval_jaxpr_by(equation, closed.jaxpr, closed.consts, operands)
 
 
 def _function(jaxpr: Any, every: int) -> Callable[..., list[Any]]:

@@ -110,7 +110,7 @@ def kernel(
         return _mapped(f, mapped, in_axes, out_axes, checkpoint, args, kwargs)
 
     @functools.wraps(f)
-    def of_batch(*args: Any, **kwargs: Any) -> Any:
+    def batched(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         static, operands = _Static.of(leaves, tree)
         try:
@@ -123,7 +123,7 @@ def kernel(
                 )
             raise
 
-    return of_batch
+    return batched
 
 
 _NUMBERS = (bool, int, float, complex)
@@ -176,18 +176,18 @@ def _mapped(
             filled[i] = value
         return jax.tree.unflatten(tree, filled)
 
-    def of_batch(*values: Any) -> Any:
+    def batched(*values: Any) -> Any:
         batch_args, batch_kwargs = with_arrays(values)
         return mapped(*batch_args, **batch_kwargs)
 
-    def of_lane(*values: Any) -> list[Any]:
+    def lane(*values: Any) -> list[Any]:
         one_args, one_kwargs = with_arrays(values)
         found, out_tree = jax.tree.flatten(f(*one_args, **one_kwargs))
         out_trees[:] = [out_tree]
         return [jnp.asarray(x) for x in found]
 
     # The errors about axes and sizes are those of vmap.
-    shapes = jax.eval_shape(of_batch, *operands)
+    shapes = jax.eval_shape(batched, *operands)
     axes = _axes_of_leaves(in_axes, args, kwargs)
     operand_axes: list[Axes] = [(_positive(axes[i], leaves[i].ndim),) for i in arrays]
 
@@ -198,7 +198,7 @@ def _mapped(
 
     types = [lane_type(x, axis) for x, (axis,) in zip(operands, operand_axes, strict=True)]
     with compat.without_mesh():
-        traced = jax.make_jaxpr(of_lane)(*types)
+        traced = jax.make_jaxpr(lane)(*types)
     try:
         closed, consts = _without_constants(name, traced)
     except Untranslatable as error:
@@ -231,7 +231,7 @@ def _mapped(
 
 def _without_constants(name: str, traced: Any) -> tuple[Any, list[Any]]:
     """Return a jaxpr of raw arrays, and the arrays that the function closes over, as operands."""
-    for eqn in _equations(traced.jaxpr):
+    for eqn in compat.leaf_equations(traced.jaxpr):
         if eqn.effects:
             raise Untranslatable(
                 f"{eqn.primitive.name} at {compat.source_line(eqn)} has a side effect, which a "
@@ -261,15 +261,6 @@ def _without_constants(name: str, traced: Any) -> tuple[Any, list[Any]]:
     return without_keys(traced), consts
 
 
-def _equations(jaxpr: Any) -> Any:
-    for eqn in jaxpr.eqns:
-        inner = compat.jaxprs_of(eqn)
-        if not inner:
-            yield eqn
-        for each in inner:
-            yield from _equations(each)
-
-
 def _axes_of_leaves(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the axis of each leaf of the arguments; ``vmap`` has checked them."""
     axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
@@ -289,13 +280,7 @@ def _positive(axis: int | None, ndim: int) -> int | None:
 
 
 def _note_untranslated(name: str, reason: str, platform: str | None = None) -> None:
-    """Warn that XLA computes a call, on one platform or on all.
-
-    Raises
-    ------
-    FallbackError
-        Inside ``strict``.
-    """
+    """Warn that XLA computes a call, on one platform or on all; an error inside ``strict``."""
     outcomes.note_fallback(f"kernel {name}", reason, platform)
     warnings.warn(
         f"jax_tilekern.kernel leaves {name} to XLA's vmap: {reason} (inside jax_tilekern.strict() "
@@ -387,20 +372,14 @@ def _sharding_rule(
     return ShardingRule(dims, results, sizes, flops=0, zero_padding=False, names=names)
 
 
-def kernel_of(
+def write_kernel(
     avals: Sequence[Any],
     jaxpr: Any,
     function: LaneFunction,
     operand_axes: tuple[Axes, ...],
     result_axes: tuple[Axes, ...],
 ) -> LaneKernel:
-    """Return the kernel of a call.
-
-    Raises
-    ------
-    Untranslatable
-        If there is none.
-    """
+    """Return the kernel of a call; raise ``Untranslatable`` if there is none."""
     sizes = lane_sizes(avals, operand_axes)
     results = [
         type_of_lanes(aval, axes, sizes)
@@ -410,7 +389,7 @@ def kernel_of(
         [Layout(np.dtype(x.dtype), tuple(x.shape), a) for x, a in zip(given, axes, strict=True)]
         for given, axes in ((avals, operand_axes), (results, result_axes))
     ]
-    return lane_kernel(function.name, compat.of_low_primitives(jaxpr), *layouts)
+    return lane_kernel(function.name, compat.in_low_primitives(jaxpr), *layouts)
 
 
 def _on_cuda(
@@ -433,7 +412,7 @@ def _on_cuda(
             lambda *_: [lax.full(aval.shape, 0, aval.dtype) for aval in results],
         )
     try:
-        kernel = kernel_of(avals, function=function, **call)
+        kernel = write_kernel(avals, function=function, **call)
     except Untranslatable as error:
         _note_untranslated(function.name, str(error), "cuda")
         return Fallback(str(error))

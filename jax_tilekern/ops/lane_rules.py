@@ -34,29 +34,19 @@ Axes = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class LaneFunction:
-    """What a call is named by.
+    """How a call is named, differentiated and typed."""
 
-    Attributes
-    ----------
-    name
-        The user's function.
-    checkpoint
-        What reverse mode saves of loops.
-    dtypes
-        Types of all values, which decide the modes of rules.
-    """
-
-    name: str
-    checkpoint: Checkpoint
-    dtypes: tuple[np.dtype[Any], ...]
+    name: str  # the user's function, or what is derived from it
+    checkpoint: Checkpoint  # what reverse mode saves of loops
+    dtypes: tuple[np.dtype[Any], ...]  # of all values, which decide the modes of rules
 
     @classmethod
     def of(cls, name: str, checkpoint: Checkpoint, closed: Any) -> LaneFunction:
-        """Return the name of a jaxpr."""
+        """Return that of a jaxpr."""
         return cls(name, checkpoint, tuple(sorted(_dtypes(closed), key=str)))
 
     def made(self, closed: Any, prefix: str = "") -> LaneFunction:
-        """Return the name of a jaxpr that is made of the function's."""
+        """Return that of a jaxpr that is derived from the function's."""
         return LaneFunction.of(f"{prefix}{self.name}", self.checkpoint, closed)
 
     def __str__(self) -> str:
@@ -117,7 +107,7 @@ class Rules:
         operand_axes: tuple[Axes, ...],
         result_axes: tuple[Axes, ...],
     ) -> list[Any]:
-        """Bind a call, of which a dimension of lanes may be in no operand."""
+        """Bind a call."""
         dims = len(result_axes[0]) if result_axes else 0
         if not jaxpr.out_avals:
             return []
@@ -250,7 +240,7 @@ class Rules:
             first, second, unknown_results, residuals, checkpoint = divided(
                 jaxpr, unknown, function.checkpoint, _saved_bytes(lanes)
             )
-        of_second = dataclasses.replace(function, checkpoint=checkpoint)
+        second_function = dataclasses.replace(function, checkpoint=checkpoint)
         residual_axes = [trailing(aval, dims) for aval in residuals]
         first_axes = [*_where(_not(unknown_results), result_axes), *residual_axes]
         kept, forwarded = _forwarded(first, len(residuals))
@@ -265,9 +255,9 @@ class Rules:
                 result_axes=tuple(_where(own, first_axes)),
             )
         )
-        of_all = iter(self._of_one_lane(alike, known, first, function) if any(alike) else ())
+        shared = iter(self._lane_invariant(alike, known, first, function) if any(alike) else ())
         evaluated = [
-            next(of_all) if is_alike else next(values) if is_own else None
+            next(shared) if is_alike else next(values) if is_own else None
             for is_alike, is_own in zip(alike, own, strict=True)
         ]
         outputs = evaluated[: len(evaluated) - len(residuals)]
@@ -288,7 +278,7 @@ class Rules:
                 with_traced_settings(
                     {
                         "jaxpr": second,
-                        "function": of_second.made(second, "tangent_of_"),
+                        "function": second_function.made(second, "tangent_of_"),
                         "operand_axes": (*saved_axes, *_where(unknown, operand_axes)),
                         "result_axes": tuple(_where(unknown_results, result_axes)),
                     }
@@ -300,7 +290,7 @@ class Rules:
         rest, first_outputs = iter(staged), iter(outputs)
         return [next(rest if is_unknown else first_outputs) for is_unknown in unknown_results]
 
-    def _of_one_lane(
+    def _lane_invariant(
         self, used: Sequence[bool], operands: Sequence[Any], jaxpr: Any, function: LaneFunction
     ) -> list[Any]:
         """Compute results that are the same for all lanes."""
@@ -310,7 +300,7 @@ class Rules:
             "operand_axes": ((),) * len(operands),
             "result_axes": ((),) * len(used),
         }
-        needed, params = _parameters_of(used, call)
+        needed, params = _pruned_call(used, call)
         return self.bind(*_where(needed, operands), **params)
 
     def _partial_eval_of_equation(
@@ -362,7 +352,7 @@ class Rules:
         """Remove results that nothing uses, and operands that no other result needs."""
         if not any(used):
             return [False] * len(eqn.invars), None
-        needed, params = _parameters_of(used, eqn.params)
+        needed, params = _pruned_call(used, eqn.params)
         return needed, eqn.replace(
             invars=_where(needed, eqn.invars), outvars=_where(used, eqn.outvars), params=params
         )
@@ -392,7 +382,7 @@ class Rules:
             if not any(used):
                 parts.append(iter(()))
                 continue
-            needed, params = _parameters_of(used, call, batched, is_batched)
+            needed, params = _pruned_call(used, call, batched, is_batched)
             if is_batched:
                 axes = zip(_where(needed, dims), params["operand_axes"], strict=True)
                 params["operand_axes"] = tuple(
@@ -402,8 +392,8 @@ class Rules:
                     (0, *(_shifted(axis, 0) for axis in own)) for own in params["result_axes"]
                 )
             parts.append(iter(self.bind(*_where(needed, operands), **params)))
-        unbatched, of_batch = parts
-        return [next(of_batch if x else unbatched) for x in depends], [
+        unbatched, batched_results = parts
+        return [next(batched_results if x else unbatched) for x in depends], [
             0 if x else None for x in depends
         ]
 
@@ -418,13 +408,13 @@ def _transposed(jaxpr: Any, linear: tuple[bool, ...], given: tuple[bool, ...]) -
     def transposed(*values: Any) -> Any:
         known = values[:known_count]
 
-        def of_linear(*unknown: Any) -> list[Any]:
+        def linear_part(*unknown: Any) -> list[Any]:
             rest, others = iter(unknown), iter(known)
             merged = [next(rest if is_linear else others) for is_linear in linear]
             return _where(given, compat.jaxpr_as_fun(jaxpr)(*merged))
 
         types = [jax.core.ShapedArray(x.shape, x.dtype) for x in _where(linear, in_avals)]
-        return jax.linear_transpose(of_linear, *types)(list(values[known_count:]))
+        return jax.linear_transpose(linear_part, *types)(list(values[known_count:]))
 
     with compat.without_mesh():
         return jax.make_jaxpr(transposed)(
@@ -432,7 +422,7 @@ def _transposed(jaxpr: Any, linear: tuple[bool, ...], given: tuple[bool, ...]) -
         )
 
 
-def _parameters_of(
+def _pruned_call(
     used: Sequence[bool],
     params: dict[str, Any],
     batched: Sequence[bool] | None = None,
@@ -440,8 +430,9 @@ def _parameters_of(
 ) -> tuple[list[bool], dict[str, Any]]:
     """Return which operands some of the results need, and the parameters of a call of these alone.
 
-    Each dimension of lanes is a dimension of an operand that is kept. If some are ``batched``, the
-    call has all its operands without a batch, or it ``is_batched`` and one has it.
+    Each dimension of lanes is a dimension of an operand that is kept. If some operands are
+    ``batched``, the call has none of them as batches, or it ``is_batched`` and at least one of them
+    is.
     """
     jaxpr, operand_axes = params["jaxpr"], params["operand_axes"]
     _, needed = partial_eval.dce_jaxpr(jaxpr.jaxpr, list(used))
@@ -487,22 +478,20 @@ def _alike(
 
 
 def _saved_bytes(lanes: int) -> Callable[[Any, int], int]:
-    """Return what counts the bytes of residuals of all lanes that are no operands.
+    """Return a function that counts the bytes of the residuals that are no operands."""
 
-    A symbolic number counts as none.
-    """
-
-    def of(first: Any, residuals: int) -> int:
+    def count_bytes(first: Any, residuals: int) -> int:
         _, sources = _forwarded(first, residuals)
         avals = first.out_avals[len(first.out_avals) - residuals :]
-        count = lanes * sum(
+        size = lanes * sum(
             aval.size * aval.dtype.itemsize
             for aval, source in zip(avals, sources, strict=True)
             if source is None
         )
-        return count if isinstance(count, int) else 0
+        # A symbolic number counts as none.
+        return size if isinstance(size, int) else 0
 
-    return of
+    return count_bytes
 
 
 def _forwarded(first: Any, residuals: int) -> tuple[list[bool], list[int | None]]:

@@ -61,18 +61,10 @@ class Array:
 
 @dataclass(frozen=True)
 class Batch:
-    """A dimension that ``vmap`` has put in front of all outputs and of some inputs.
-
-    Attributes
-    ----------
-    size
-        Its size.
-    mapped
-        For each input, whether it has the dimension.
-    """
+    """A dimension that ``vmap`` has put in front of all outputs and of some inputs."""
 
     size: int
-    mapped: tuple[bool, ...]
+    mapped: tuple[bool, ...]  # whether each input has the dimension
 
 
 @dataclass(frozen=True)
@@ -146,13 +138,7 @@ class KernelCall:
         return {len(self.inputs) + i for i in range(len(self.outputs)) if i not in self.aliased}
 
     def check(self) -> None:
-        """Check what needs no compiler: tensor maps, and parameters by the source's text.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If a tensor map is not within its buffer, or the kernel takes something else.
-        """
+        """Check what needs no compiler: tensor maps, and parameters by the source's text."""
         _check_tensor_maps(self)
         types = self.declared_types
         if types is not None:
@@ -169,15 +155,9 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class KernelPlan(LaunchPlan):
-    """The launch plan of a user's kernel; its only launch may be repeated.
+    """The launch plan of a user's kernel; its only launch may be repeated."""
 
-    Attributes
-    ----------
-    types_known
-        Whether the types of the kernel's parameters were found and compared.
-    """
-
-    types_known: bool = True
+    types_known: bool = True  # whether the types of its parameters were found and compared
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,17 +200,7 @@ class KernelPlan(LaunchPlan):
 
 
 def plan_kernel(call: KernelCall, gpu: Gpu) -> KernelPlan:
-    """Compile a kernel and plan its launch.
-
-    Raises
-    ------
-    CompileError
-        If NVRTC rejects the source, or it has no such kernel.
-    ValueError
-        If the launch breaks a limit of the GPU, or its parameters are not the kernel's.
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernel with.
-    """
+    """Compile a kernel and plan its launch."""
     compiled = _compile(call, gpu)
     grid, in_grid, repeated = _places(call)
     repeats = tuple(size for size, _ in repeated)
@@ -245,8 +215,8 @@ def plan_kernel(call: KernelCall, gpu: Gpu) -> KernelPlan:
     mapped = {m.buffer for m in call.tensor_maps}
     count = len(call.buffers)
     aligned = tuple(
-        max(call.alignment, of_type, 16 if i in mapped else 1)
-        for i, of_type in enumerate(alignments(types, count))
+        max(call.alignment, by_type, 16 if i in mapped else 1)
+        for i, by_type in enumerate(alignments(types, count))
     )
     _check_alignment(call, aligned, steps)
 

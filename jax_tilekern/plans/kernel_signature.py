@@ -34,18 +34,10 @@ _BUILTIN = {"unsigned", "signed", "int", "long", "short", "char", "float", "doub
 
 @dataclass(frozen=True)
 class Element:
-    """What a pointer points to, or a scalar is.
+    """What a pointer points to, or a scalar is."""
 
-    Attributes
-    ----------
-    dtype
-        Its type, or that of a vector's components; ``None`` for bytes, which any array is.
-    lanes
-        Components of a vector type such as ``float4``, or 1.
-    """
-
-    dtype: np.dtype[Any] | None
-    lanes: int = 1
+    dtype: np.dtype[Any] | None  # the type of each component; None for bytes, which any array is
+    lanes: int = 1  # components of a vector type such as float4, or 1
 
     @property
     def bytes(self) -> int:
@@ -60,24 +52,12 @@ class Element:
 
 @dataclass(frozen=True)
 class ParameterType:
-    """The type of a kernel's parameter.
+    """The type of a kernel's parameter."""
 
-    Attributes
-    ----------
-    base
-        Its C++ name, without ``const`` and pointers.
-    pointers
-        How many ``*`` follow.
-    const
-        Whether what a pointer points to is constant.
-    element
-        What ``base`` is, or ``None`` for a class of the source, which is not checked.
-    """
-
-    base: str
-    pointers: int
-    const: bool
-    element: Element | None
+    base: str  # its C++ name, without const and pointers
+    pointers: int  # how many * follow
+    const: bool  # whether a pointer is to const
+    element: Element | None  # None for a class of the source, which is not checked
 
     def __str__(self) -> str:
         """Return it as C++."""
@@ -86,30 +66,15 @@ class ParameterType:
 
 @dataclass(frozen=True)
 class Argument:
-    """What a call passes for a parameter.
-
-    Attributes
-    ----------
-    kind
-        A pointer to a buffer, a tensor map, or a number passed by value.
-    text
-        How messages call it.
-    dtype
-        Of an array's elements, or of a number; ``None`` for a workspace and a tensor map.
-    bytes
-        Size of a buffer.
-    value
-        A number's value.
-    written
-        Whether the kernel must write to the buffer.
-    """
+    """What a call passes for a parameter."""
 
     kind: Literal["buffer", "tensor map", "scalar"]
-    text: str
+    text: str  # how messages call it
+    # of an element or a number; None for a workspace and a tensor map
     dtype: np.dtype[Any] | None = None
-    bytes: int = 0
-    value: Any = None
-    written: bool = False
+    bytes: int = 0  # of a buffer
+    value: Any = None  # of a number
+    written: bool = False  # whether the kernel must write to the buffer
 
 
 # -- Types of a source text or of a compiled kernel
@@ -130,15 +95,7 @@ def has_dynamic_shared_memory(text: str) -> bool:
 
 
 def declared_types(text: str, name: str) -> tuple[ParameterType, ...] | None:
-    """Return a kernel's parameter types by the text that defines it, if that is plain.
-
-    Parameters
-    ----------
-    text
-        The source.
-    name
-        The kernel, as a C++ name expression.
-    """
+    """Return the parameter types of the kernel of a C++ name by a text, if that is plain."""
     wanted = name.partition("<")[0].rpartition("::")[2].strip()
     lists = [parameters for found, _, parameters in kernels_in(text) if found == wanted]
     if len(lists) != 1 or "#" in lists[0]:
@@ -256,15 +213,7 @@ _NAMED = dict(_named())
 def check_parameters(
     kernel: str, types: Sequence[ParameterType], arguments: Sequence[Argument]
 ) -> None:
-    """Check that a call passes what a kernel takes.
-
-    Raises
-    ------
-    ValueError
-        If the numbers of parameters differ.
-    TypeError
-        If a type is another.
-    """
+    """Raise an error unless a call passes what a kernel takes."""
     if len(types) != len(arguments):
         raise ValueError(
             f"kernel {kernel} takes {len(types)} parameters ({', '.join(map(str, types))}), but "

@@ -16,27 +16,13 @@ _CTAS_PER_SM = 2
 
 @dataclass(frozen=True)
 class LaneKernel:
-    """A kernel of lanes.
+    """The text of a kernel of lanes."""
 
-    Attributes
-    ----------
-    function
-        The name of the template in C++, which has the number of threads of a CTA.
-    text
-        The source.
-    lanes
-        Number of lanes.
-    alignments
-        What the addresses of operands and results are multiples of.
-    workspace_bytes
-        Bytes of arrays that are too long for a thread's own memory.
-    """
-
-    function: str
+    function: str  # the C++ template, whose argument is the number of threads of a CTA
     text: str
     lanes: int
-    alignments: tuple[int, ...]
-    workspace_bytes: int
+    alignments: tuple[int, ...]  # of the addresses of operands and results
+    workspace_bytes: int  # Size of the arrays that are too long for a thread's own memory.
 
     def kernel(self, threads: int) -> Kernel:
         """Return the kernel for a number of threads."""
@@ -45,15 +31,7 @@ class LaneKernel:
 
 
 def plan_lanes(lanes: LaneKernel, gpu: Gpu) -> LaunchPlan:
-    """Plan and compile a launch.
-
-    Raises
-    ------
-    CompileError
-        If NVRTC rejects the kernel.
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernel with.
-    """
+    """Plan and compile a launch."""
     wanted = _CTAS_PER_SM * gpu.sm_count
     threads = next((x for x in _THREADS if lanes.lanes >= wanted * x), _THREADS[-1])
     kernel = lanes.kernel(threads)
