@@ -137,6 +137,10 @@ class Planner(NamedTuple):
     plan: Callable[..., Outcome]
 
 
+def no_refusal(*_: Any, **__: Any) -> None:
+    """Refuse no call, as the ``refusal`` of a :class:`Planner`."""
+
+
 # By operand, or by tuple of operands.
 Transposes = Mapping[Any, Callable[..., Any]]
 

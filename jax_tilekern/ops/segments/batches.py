@@ -32,17 +32,12 @@ def whole(x: Array, is_mapped: bool, size: int) -> Array:
     return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
 
 
-def of_batches(
+def concatenated_batches(
     keys: Array, order: Sequence[Array], bounds: Array, *, bins: int
 ) -> tuple[Array, ...]:
-    """Let the keys, orders and bounds of batches, which are in front, follow one another.
+    """Return the keys, orders and bounds of batches, which are in front, as those of all rows.
 
-    Parameters
-    ----------
-    keys, order, bounds
-        As in :func:`~jax_tilekern.ops.segments.order.order_by_key`; there is one order or none.
-    bins
-        Those of a batch.
+    There is one order or none, and a batch has ``bins`` bins.
     """
     batch, rows = keys.shape
     first = first_of_batches(batch, rows)

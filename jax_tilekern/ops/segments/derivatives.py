@@ -130,7 +130,7 @@ def _cotangents(
     arrays = (cotangent, *(read.arrays[i] for i in known))
     gathers = (0, *(None if (g := call.gathers[i]) is None else g + 1 for i in known))
     indices = (rows, *read.indices)
-    trailing = columns_of([cotangent])
+    trailing = columns_of([cotangent.shape])
 
     def cotangent_of(target: int) -> Array:
         aval, function = read.arrays[target], None
@@ -189,15 +189,15 @@ def _scalar_cotangent(
     evaluated = _evaluated(function)
 
     def scalar(change: Any, *others: Any) -> Any:
-        def of_target(x: Any) -> Any:
+        def with_target(x: Any) -> Any:
             scalars: list[Any] = [jnp.zeros((), each) for each in dtypes]
             for i, value in zip((*known, target), (*others, x), strict=True):
                 scalars[i] = value
             return evaluated(*scalars)
 
         like = jax.ShapeDtypeStruct((), dtypes[target])
-        made = jax.eval_shape(of_target, like)
-        (own,) = jax.linear_transpose(of_target, like)(change.astype(made.dtype))
+        made = jax.eval_shape(with_target, like)
+        (own,) = jax.linear_transpose(with_target, like)(change.astype(made.dtype))
         return own
 
     types = [dtype, *(dtypes[i] for i in known)]

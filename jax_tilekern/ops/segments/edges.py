@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,43 +23,21 @@ from jax_tilekern.plans.segments.problem import Combiner
 
 @dataclass(frozen=True)
 class SegmentCall:
-    """What a call reduces: what its operands are, how edges read them, and what their values are.
+    """What a call reduces: its operands, how edges read them, and the values of edges."""
 
-    Attributes
-    ----------
-    gathers
-        For each array, which of the index arrays has the rows that edges read; ``None`` if an edge
-        reads its own row.
-    indices
-        Number of index arrays. They are int32, and a number out of bounds reads zeros.
-    planned
-        Index arrays whose own order and bounds are operands, for derivatives.
-    segments
-        Segments of a batch.
-    batch
-        Number of batches.
-    is_sorted
-        Whether keys ascend. If not, there is an order.
-    reduction
-        How values are combined.
-    function
-        The values: a function of one element of each array. ``None`` for the one array itself.
-    dtype
-        Type of the result; floats are reduced in float32 at least.
-    linear
-        In how many of the last arrays the function is jointly linear.
-    """
-
+    # For each array, the index array with the rows that edges read; None for an edge's own row.
     gathers: tuple[int | None, ...]
-    indices: int
+    indices: int  # Number of index arrays, of int32. A number out of bounds reads zeros.
+    # Index arrays whose own order and bounds are operands, for derivatives.
     planned: tuple[int, ...]
-    segments: int
-    batch: int
-    is_sorted: bool
+    segments: int  # of a batch
+    batch: int  # number of batches
+    is_sorted: bool  # whether keys ascend; otherwise there is an order
     reduction: Combiner
+    # The values, a function of one element of each array; None for the one array itself.
     function: ScalarFunction | None
-    dtype: np.dtype[Any]
-    linear: int = 0
+    dtype: np.dtype[Any]  # of the result; floats are reduced in float32 at least
+    linear: int = 0  # in how many of the last arrays the function is jointly linear
 
     @property
     def bins(self) -> int:
@@ -71,7 +49,7 @@ class SegmentCall:
         """The types that decide whether 64-bit types are enabled."""
         return (self.dtype, *(self.function.dtypes if self.function else ()))
 
-    def of_values(self) -> SegmentCall:
+    def over_stored_values(self) -> SegmentCall:
         """Return the call that reduces the values of edges where they are stored."""
         return dataclasses.replace(
             self, gathers=(None,), indices=0, planned=(), function=None, linear=0
@@ -82,34 +60,18 @@ params_text.register(SegmentCall, vars, lambda fields: SegmentCall(**fields))
 
 
 class EdgeOperands(NamedTuple):
-    """The operands of a call by their parts.
+    """The operands of a call."""
 
-    Attributes
-    ----------
-    arrays
-        Rows, and any further dimensions, which are the same or of size 1.
-    indices
-        Numbers of rows, one for each edge.
-    plans
-        Order and bounds of the planned indices.
-    keys
-        The bin of each edge.
-    order
-        The edges by their keys, or nothing.
-    bounds
-        Where each bin begins.
-    """
-
-    arrays: tuple[Any, ...]
-    indices: tuple[Any, ...]
-    plans: tuple[tuple[Any, Any], ...]
-    keys: Any
-    order: tuple[Any, ...]
-    bounds: Any
+    arrays: tuple[Any, ...]  # rows, whose further dimensions are the same or of size 1
+    indices: tuple[Any, ...]  # a number of a row for each edge
+    plans: tuple[tuple[Any, Any], ...]  # order and bounds of the planned indices
+    keys: Any  # the bin of each edge
+    order: tuple[Any, ...]  # the edges by their keys, or nothing
+    bounds: Any  # where each bin begins
 
     @classmethod
     def of(cls, operands: Sequence[Any], call: SegmentCall) -> EdgeOperands:
-        """Take the operands of a call apart."""
+        """Group the operands of a call."""
         arrays = len(call.gathers)
         indices = arrays + call.indices
         plans = indices + 2 * len(call.planned)
@@ -134,29 +96,17 @@ class EdgeOperands(NamedTuple):
 Reduce = Callable[[EdgeOperands, SegmentCall], Array]
 
 
-def columns_of(arrays: Sequence[Any]) -> tuple[int, ...]:
-    """Return the sizes of the dimensions after the rows."""
-    return columns_of_shapes([x.shape for x in arrays])
-
-
-def columns_of_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def columns_of(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the sizes of the dimensions after the rows, which are the same or 1."""
     sizes = zip(*(shape[1:] for shape in shapes), strict=True)
     return tuple(next((n for n in each if n != 1), 1) for each in sizes)
 
 
 def gathered_rows(x: Array, index: Array, *, batch: int = 1, fill: Any = 0) -> Array:
-    """Return rows by their numbers.
+    """Return rows of ``x`` by their numbers; numbers out of bounds read ``fill``.
 
-    Parameters
-    ----------
-    x, index
-        The table, and numbers of its rows.
-    batch
-        Each batch of numbers is of rows of its own part of the table. Batches stay apart, so that
-        devices share them.
-    fill
-        What numbers out of bounds read.
+    Each batch of numbers is of rows of its own part of ``x``. Batches stay apart, so that devices
+    share them.
     """
     if not x.shape[0]:
         return jnp.full((*index.shape, *x.shape[1:]), fill, x.dtype)
@@ -184,7 +134,7 @@ def edge_values(
     ]
     if function is None:
         return read[0]
-    shape = (read[0].shape[0], *columns_of(read))
+    shape = (read[0].shape[0], *columns_of(x.shape for x in read))
     dims = range(len(shape))
     labels = [tuple(i for i in dims if x.shape[i] == shape[i] or i == 0) for x in read]
     squeezed = [
@@ -244,15 +194,7 @@ def by_scatter(read: EdgeOperands, call: SegmentCall) -> Array:
 def trace_values(
     function: Callable[..., Any], dtypes: Sequence[np.dtype[Any]]
 ) -> tuple[ScalarFunction, list[Any]]:
-    """Trace a user's function of scalars, and return the scalars that it closes over.
-
-    Raises
-    ------
-    TypeError
-        If it is not a function of scalars, or has several results.
-    NotImplementedError
-        If it can only be evaluated where it was traced.
-    """
+    """Trace a user's function of scalars, and return the scalars that it closes over."""
     first = dtypes[0]
     role = Role("segment_reduce", "function")
     traced, closed_over, _ = trace_scalars(function, first, first, dtypes[1:], role)

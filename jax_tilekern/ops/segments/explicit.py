@@ -32,14 +32,10 @@ def spec_of(x: Any) -> tuple[Any, ...]:
 def by_automatic_axes(
     function: Callable[..., Any], operands: Any, out_specs: Callable[[], Any]
 ) -> Any:
-    """Call a function of a tree of operands whose types have no shardings inside it.
+    """Call a function of one tree of operands, whose types have no shardings inside it.
 
-    Parameters
-    ----------
-    function, operands
-        The function, of one tree.
-    out_specs
-        Gives how explicit axes split the dimensions of the result, or of a list of results.
+    ``out_specs()`` gives how explicit axes split the dimensions of the result, or of a list of
+    results.
     """
     leaves = jax.tree.leaves(operands)
     shardings = (compat.explicit_sharding(jax.typeof(x)) for x in leaves)

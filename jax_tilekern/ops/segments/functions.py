@@ -369,13 +369,13 @@ def reduced(
     """Reduce rows by a plan."""
     wanted = np.dtype(data.dtype if dtype is None else dtype)
 
-    def of_plan(operands: tuple[Array, SegmentPlan]) -> Array:
+    def by_plan(operands: tuple[Array, SegmentPlan]) -> Array:
         data, plan = operands
         return reduce_rows(
             data, *plan.placed, reduction=reduction, segments=plan.num_segments, dtype=wanted
         )
 
-    result: Array = by_automatic_axes(of_plan, (data, plan), lambda: (None, *spec_of(data)[1:]))
+    result: Array = by_automatic_axes(by_plan, (data, plan), lambda: (None, *spec_of(data)[1:]))
     return result
 
 
@@ -429,9 +429,9 @@ def _reduced(
         ids = integers(name, ids)
         edges = ids.shape
         if kind != "mean" and (is_too_large(ids, segments) or (kind == "prod" and is_unique)):
-            of_jax: Any = getattr(ops, name)
+            jax_function: Any = getattr(ops, name)
             mode = lax.GatherScatterMode.CLIP if clip else None
-            return of_jax(data, ids, segments, is_sorted, is_unique, mode=mode)  # type: ignore[no-any-return]
+            return jax_function(data, ids, segments, is_sorted, is_unique, mode=mode)  # type: ignore[no-any-return]
         ids = ids.ravel()
     if 0 not in edges:
         check_values(name, kind, data.dtype)

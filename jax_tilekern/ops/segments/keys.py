@@ -15,17 +15,9 @@ from jax import Array
 
 
 def keys_of(ids: Array, segments: int, *, clip: bool = False) -> Array:
-    """Return the key of each id, of any integer type; int32.
+    """Return the int32 key of each id, of any integer type.
 
-    Parameters
-    ----------
-    ids
-        Numbers of segments.
-    segments
-        Number of segments.
-    clip
-        Whether ids out of bounds are the first and the last segment. By default they belong to
-        none.
+    With ``clip``, ids out of bounds are those of the first and the last segment; otherwise of none.
     """
     if clip and segments:
         return clipped(ids, 0, segments - 1)

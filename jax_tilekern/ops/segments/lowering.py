@@ -64,16 +64,16 @@ def on_cpus(
     """Plan a call for this CPU, whose kernels reduce values that are stored."""
     avals = EdgeOperands.of([x.aval for x in operands], call)
     if call.function is not None:
-        shape = (avals.keys.shape[0], *columns_of(avals.arrays))
+        shape = (avals.keys.shape[0], *columns_of(x.shape for x in avals.arrays))
         avals = avals._replace(arrays=(jax.core.ShapedArray(shape, call.function.out_dtypes[0]),))
-    problem = _problem(avals, call.of_values())
+    problem = _problem(avals, call.over_stored_values())
     if isinstance(problem, str):
         return Fallback(problem)
     why = on_cpu.why_slower(problem)
     if why is not None and current_policy() != "kernels":
         return Fallback(why)
     if call.function is not None:
-        function = functools.partial(_of_values, reduce, call=call)
+        function = functools.partial(_reduce_stored_values, reduce, call=call)
         return Rewrite("XLA computes the values of the edges", function)
     values = EdgeOperands.of([x.value for x in operands], call)
     by_key = on_cpu.reads_keys(problem)
@@ -88,17 +88,17 @@ def on_cpus(
     )
 
 
-def _of_values(reduce: Reduce, *operands: Array, call: SegmentCall) -> Array:
+def _reduce_stored_values(reduce: Reduce, *operands: Array, call: SegmentCall) -> Array:
     """Reduce the values of edges that XLA computes and stores."""
     read = EdgeOperands.of(operands, call)
     values = edge_values(read.arrays, read.indices, call.gathers, call.function)
-    return reduce(read._replace(arrays=(values,), indices=(), plans=()), call.of_values())
+    return reduce(read._replace(arrays=(values,), indices=(), plans=()), call.over_stored_values())
 
 
 def _problem(avals: EdgeOperands, call: SegmentCall) -> SegmentReduction | str:
     """Return what a kernel reduces, or why none does."""
     dtype, value = call.dtype, value_dtype(call.dtype)
-    trailing = columns_of(avals.arrays)
+    trailing = columns_of(x.shape for x in avals.arrays)
     columns = math.prod(trailing)
     types = [x.dtype for x in avals.arrays]
     text = None

@@ -26,35 +26,25 @@ from jax_tilekern.primitives.operation import (
     Planner,
     Rewrite,
     define,
+    no_refusal,
 )
 
 
 def order_by_key(keys: Array, *, bins: int) -> tuple[Array, Array]:
-    """Sort rows by their keys.
+    """Return the rows by ascending int32 key, in their order where keys are equal, and bounds.
 
-    Parameters
-    ----------
-    keys
-        The key of each row, int32; see :mod:`jax_tilekern.ops.segments.keys`.
-    bins
-        Number of bins.
-
-    Returns
-    -------
-    order
-        The rows by ascending key, and by number where keys are equal.
-    bounds
-        The position in ``order`` where each bin begins, and the number of rows.
+    The bounds are the positions in this order where each bin begins, and the number of rows. See
+    :mod:`jax_tilekern.ops.segments.keys`.
     """
     order, bounds = _bind(keys, bins=bins, is_sorted=False, places=False)
     return order, bounds
 
 
 def order_and_places(keys: Array, *, bins: int) -> tuple[Array, Array, Array]:
-    """Return the order of :func:`order_by_key`, its inverse, and where each bin begins.
+    """Return the order of :func:`order_by_key`, the place of each row in it, and where bins begin.
 
-    The inverse has the position of each row in the order. The number of rows is not among the
-    bounds, so that they are those of groups of the bins but the last.
+    The number of rows is not among the bounds, so that they are those of the groups of all bins but
+    the last.
     """
     order, places, begins = _bind(keys, bins=bins, is_sorted=False, places=True)
     return order, places, begins
@@ -63,7 +53,7 @@ def order_and_places(keys: Array, *, bins: int) -> tuple[Array, Array, Array]:
 def bounds_of_sorted(keys: Array, *, bins: int) -> Array:
     """Return the bounds of :func:`order_by_key` for keys that ascend.
 
-    The bounds of keys that do not ascend have no meaning, but they ascend.
+    If the keys do not ascend, the bounds have no meaning, but they ascend.
     """
     bounds: Array
     (bounds,) = _bind(keys, bins=bins, is_sorted=True, places=False)
@@ -78,8 +68,8 @@ def _inverse(order: Array) -> Array:
 
 def _reference(keys: Array, *, bins: int, is_sorted: bool, places: bool) -> list[Array]:
     if keys.ndim == 2:
-        of_batch = functools.partial(_reference, bins=bins, is_sorted=is_sorted, places=places)
-        return jax.vmap(of_batch)(keys)
+        reference = functools.partial(_reference, bins=bins, is_sorted=is_sorted, places=places)
+        return jax.vmap(reference)(keys)
     rows, keys = lax.iota(np.int32, keys.shape[0]), bins_of(keys, bins)
     order = []
     if not is_sorted:
@@ -98,20 +88,18 @@ def _jvp(primals: Sequence[Any], _: Any, **params: Any) -> tuple[Any, Any]:
 def _batch(
     _: Any, operands: Sequence[Array], dims: Sequence[int], **params: Any
 ) -> tuple[list[Array], list[int]]:
-    """Map to keys of two dimensions, of which devices may share the batches.
-
-    What reads places takes the rows of all batches as those of one layer of experts.
-    """
+    """Map to keys of two dimensions, of which devices may share the batches."""
     keys = jnp.moveaxis(operands[0], dims[0], 0)
+    # A layer of experts reads places, and takes the rows of all batches as its own.
     if params["places"]:
-        results = _of_batches(keys, **params)
+        results = _batches_at_once(keys, **params)
         return results, [0] * len(results)
     batches = keys.shape[:-1]
     results = _bind(keys.reshape(math.prod(batches), keys.shape[-1]), **params)
     return [x.reshape(*batches, *x.shape[1:]) for x in results], [0] * len(results)
 
 
-def _of_batches(keys: Array, *, bins: int, is_sorted: bool, places: bool) -> list[Array]:
+def _batches_at_once(keys: Array, *, bins: int, is_sorted: bool, places: bool) -> list[Array]:
     """Sort all batches at once: their keys follow one another."""
     batch, rows = keys.shape
     flat = (bins_of(keys, bins) - 1 + first_of_batches(batch, bins)).ravel()
@@ -130,21 +118,18 @@ def _sharding_rule(keys: Any, *, is_sorted: bool, places: bool, **_: Any) -> Sha
     return ShardingRule((dims,), (dims,) * results, sizes, flops=keys.size)
 
 
-def _refusal(*_: Any, **__: Any) -> Fallback | None:
-    return None
+def _rewritten_batches(**params: Any) -> Rewrite:
+    return Rewrite(
+        "keys of batches follow one another", functools.partial(_batches_at_once, **params)
+    )
 
 
-def _batches_at_once(**params: Any) -> Rewrite:
-    return Rewrite("keys of batches follow one another", functools.partial(_of_batches, **params))
+def _with_places_by_xla(reason: str, bins: int) -> Rewrite:
+    def order_and_places(keys: Array) -> list[Array]:
+        order, bounds = order_by_key(keys, bins=bins)
+        return [order, _inverse(order), bounds[:-1]]
 
-
-def _places_by_xla(keys: Array, *, bins: int) -> list[Array]:
-    order, bounds = order_by_key(keys, bins=bins)
-    return [order, _inverse(order), bounds[:-1]]
-
-
-def _with_places(reason: str, bins: int) -> Rewrite:
-    return Rewrite(reason, functools.partial(_places_by_xla, bins=bins))
+    return Rewrite(reason, order_and_places)
 
 
 def _cuda(
@@ -152,11 +137,11 @@ def _cuda(
 ) -> PlannedKernel | Rewrite | Fallback:
     (keys,) = operands
     if keys.aval.ndim == 2:
-        return _batches_at_once(bins=bins, is_sorted=is_sorted, places=places)
+        return _rewritten_batches(bins=bins, is_sorted=is_sorted, places=places)
     planner = plan_bounds if is_sorted else plan_index_sort
     sort = IndexSort(keys.aval.shape[0], bins, places)
     if places and not sort.in_one_pass:
-        return _with_places("XLA inverts an order of several passes", bins)
+        return _with_places_by_xla("XLA inverts an order of several passes", bins)
     return planned_kernel((keys.value,), planner, sort)
 
 
@@ -164,9 +149,9 @@ def _cpu(
     operands: Sequence[Operand], _: Any, *, bins: int, is_sorted: bool, places: bool
 ) -> PlannedKernel | Rewrite:
     if operands[0].aval.ndim == 2:
-        return _batches_at_once(bins=bins, is_sorted=is_sorted, places=places)
+        return _rewritten_batches(bins=bins, is_sorted=is_sorted, places=places)
     if places:
-        return _with_places("XLA inverts the order", bins)
+        return _with_places_by_xla("XLA inverts the order", bins)
     call = ffi.CpuCall(ffi.CPU_ORDER_BY_KEY, {})
     return PlannedKernel("cpu_order_by_key", f"{bins} keys", call, (operands[0].value,))
 
@@ -179,7 +164,7 @@ _bind = define(
         jvp=_jvp,
         batch=_batch,
         sharding_rule=_sharding_rule,
-        planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
+        planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(no_refusal, _cuda)},
         describe=lambda bins, **_: f"sort rows by {bins} keys",
     )
 )

@@ -181,10 +181,7 @@ def _check_array(name: str, ids: ArrayLike, what: str) -> None:
 
 
 def is_too_large(ids: Array, segments: int) -> bool:
-    """Return whether positions of edges and of ends of bins exceed int32.
-
-    Symbolic numbers are taken to fit.
-    """
+    """Return whether positions of edges and of ends of bins exceed int32; symbolic ones do not."""
     items: Any = ids.size + segments + 2
     return isinstance(items, int) and items > MAX_ITEMS
 
@@ -213,7 +210,7 @@ def number_of_segments(name: str, ids: Ids, given: int | None, argument: str = _
 def is_clipped(name: str, mode: Any, ids: Ids) -> bool:
     """Return whether ids out of bounds are those of the first and the last segment.
 
-    A plan has its own mode, which a mode that is given must not contradict.
+    A plan has its own mode, which ``mode`` must not contradict.
     """
     plan = ids if isinstance(ids, SegmentPlan) else None
     if mode is None:

@@ -19,26 +19,20 @@ from jax import Array, lax
 from jax_tilekern.ops.segments import derivatives
 from jax_tilekern.ops.segments.batches import (
     by_batch,
+    concatenated_batches,
     first_of_batches,
     in_front,
-    of_batches,
     whole,
 )
 from jax_tilekern.ops.segments.edges import EdgeOperands, SegmentCall, by_scatter
 from jax_tilekern.ops.segments.lowering import described, on_cpus, on_cuda, refusal
-from jax_tilekern.ops.segments.sharded import composed_of_unordered
+from jax_tilekern.ops.segments.sharded import unordered_composition
 from jax_tilekern.plans.segments.problem import Combiner
 from jax_tilekern.primitives.operation import Operation, Planner, define
 
 
 def reduce_segments(operands: EdgeOperands, call: SegmentCall) -> Array:
-    """Reduce the values of edges to segments.
-
-    Returns
-    -------
-    Array
-        A row for each segment of each batch; segments without edges have the neutral element.
-    """
+    """Return a row for each segment of each batch; without edges it is the neutral element."""
     result: Array = _bind(*operands.flat(), call=call)
     return result
 
@@ -53,7 +47,8 @@ def reduce_rows(
 ) -> Array:
     """Reduce rows, one for each edge.
 
-    ``placed`` has the keys, the order unless they ascend, and the bounds of :class:`EdgeOperands`.
+    ``placed`` has the keys, the order unless the keys ascend, and the bounds of
+    :class:`EdgeOperands`.
     """
     is_sorted = len(placed) == 2
     call = SegmentCall((None,), 0, (), segments, batch, is_sorted, reduction, None, np.dtype(dtype))
@@ -68,7 +63,7 @@ def _reference(*operands: Array, call: SegmentCall) -> Array:
 def _batch(
     _: Any, operands: Sequence[Array], dims: Sequence[int | None], *, call: SegmentCall
 ) -> tuple[Array, int]:
-    """Let the edges and the segments of the batch follow one another."""
+    """Concatenate the edges and the segments of the batch."""
     size, moved = in_front(operands, dims)
     read = EdgeOperands.of(moved, call)
     is_mapped = EdgeOperands.of([d is not None for d in dims], call)
@@ -91,7 +86,7 @@ def _batch(
                 own = jnp.where((own >= 0) & (own < rows), own + first_of_batches(size, rows), -1)
             indices.append(own.ravel())
         gathers.append(known[index, rows])
-    placed = of_batches(
+    placed = concatenated_batches(
         whole(read.keys, is_mapped.keys, size),
         [whole(x, mapped, size) for x, mapped in zip(read.order, is_mapped.order, strict=True)],
         whole(read.bounds, is_mapped.bounds, size),
@@ -123,6 +118,6 @@ _bind = define(
             "cuda": Planner(refusal, on_cuda),
         },
         describe=described,
-        composed=composed_of_unordered(reduce_segments),
+        composed=unordered_composition(reduce_segments),
     )
 )

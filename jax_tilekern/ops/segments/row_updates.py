@@ -63,7 +63,7 @@ class _Rows:
 
     @classmethod
     def of(cls, operand: Any, indices: Any, updates: Any, **params: Any) -> _Rows | None:
-        """Return them if a scatter updates whole rows by one number each, which may repeat."""
+        """Return them if a scatter updates whole rows, by one index each that may repeat."""
         numbers: lax.ScatterDimensionNumbers = params["dimension_numbers"]
         if len(numbers.scatter_dims_to_operand_dims) != 1 or indices.shape[-1] != 1:
             return None
@@ -93,7 +93,7 @@ class _Rows:
 
 
 def scatter(reduction: Combiner, operand: Any, indices: Any, updates: Any, **params: Any) -> Array:
-    """Replace JAX's primitive: of updates of rows only, and without sharding in types."""
+    """Replace JAX's primitive where it updates rows, unless types have shardings."""
     operands = [jnp.asarray(x) for x in (operand, indices, updates)]
     if _Rows.of(*operands, **params) is None or any(
         compat.explicit_sharding(jax.typeof(x)) is not None for x in operands
@@ -113,21 +113,14 @@ def by_segments(
     is_neutral: bool = False,
     **params: Any,
 ) -> Array:
-    """Compute a scatter to rows as a reduction to segments.
+    """Compute JAX's scatter to rows as a reduction to segments.
 
-    Parameters
-    ----------
-    operand, indices, updates, params
-        Those of JAX's primitive.
-    reduction
-        How they are combined.
-    is_neutral
-        Whether the operand is the neutral element everywhere.
+    With ``is_neutral`` the operand is the neutral element everywhere.
     """
     found = _Rows.of(operand, indices, updates, **params)
     assert found is not None
 
-    def of_one(operand: Array, indices: Array, updates: Array) -> Array:
+    def update_rows(operand: Array, indices: Array, updates: Array) -> Array:
         plan = segment_plan(
             indices.ravel(),
             operand.shape[0],
@@ -139,7 +132,7 @@ def by_segments(
             return reduced(reduction, rows, plan)
         return combined(reduction, operand, rows, plan)
 
-    function = of_one
+    function = update_rows
     for axes in ((0, None, 0),) * found.windows + ((0, 0, 0),) * found.batches:
         function = jax.vmap(function, axes)
     return function(operand, indices, updates)
@@ -170,12 +163,12 @@ def _jvp(
 def _cotangents(
     cotangent: Array, operand: Any, indices: Array, updates: Any, **params: Any
 ) -> Sequence[Array]:
-    def of_linear(operand: Array, updates: Array) -> Array:
+    def scattered(operand: Array, updates: Array) -> Array:
         return _reference(operand, indices, updates, **params)
 
     @by_xla
     def transposed(cotangent: Array) -> Sequence[Array]:
-        result: Sequence[Array] = jax.linear_transpose(of_linear, operand, updates)(cotangent)
+        result: Sequence[Array] = jax.linear_transpose(scattered, operand, updates)(cotangent)
         return result
 
     return transposed(cotangent)

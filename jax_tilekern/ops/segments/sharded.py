@@ -20,7 +20,7 @@ from jax_tilekern.ops.segments.edges import (
     Reduce,
     SegmentCall,
     by_scatter,
-    columns_of_shapes,
+    columns_of,
     value_dtype,
 )
 from jax_tilekern.ops.segments.lowering import described, refusal
@@ -29,8 +29,8 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.primitives.operation import Operand, Operation, Params, Planner, Rewrite, define
 
 
-def composed_of_unordered(reduce: Reduce) -> Callable[..., Array]:
-    """Return the operation as one that sorts anew on each device."""
+def unordered_composition(reduce: Reduce) -> Callable[..., Array]:
+    """Return the operation composed of one that sorts anew on each device."""
 
     def on_device(*operands: Array, call: SegmentCall) -> Array:
         read, own = _flat(operands, call)
@@ -77,7 +77,7 @@ def composed_of_unordered(reduce: Reduce) -> Callable[..., Array]:
 
 
 def _flat(operands: Sequence[Any], call: SegmentCall) -> tuple[EdgeOperands, SegmentCall]:
-    """Let the edges of the batches follow one another."""
+    """Concatenate the edges of the batches."""
     count = len(call.gathers)
     *indices, keys = operands[count:]
     batch = keys.shape[0]
@@ -99,7 +99,7 @@ def _reference(*operands: Array, call: SegmentCall) -> Array:
 def _sharding_rule(*operands: Any, call: SegmentCall) -> ShardingRule:
     arrays = operands[: len(call.gathers)]
     rows = [x.shape[1 if i is None else 0 :] for x, i in zip(arrays, call.gathers, strict=True)]
-    columns = columns_of_shapes(rows)
+    columns = columns_of(rows)
     batch, edge, first = 0, 1, 2
 
     def labels(shape: tuple[int, ...], index: int | None) -> tuple[int | None, ...]:

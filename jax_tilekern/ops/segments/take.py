@@ -14,7 +14,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.segments.batches import in_front, of_batches, whole
+from jax_tilekern.ops.segments.batches import concatenated_batches, in_front, whole
 from jax_tilekern.ops.segments.edges import gathered_rows
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.functions import check_values, combined
@@ -296,7 +296,7 @@ def _batch(
         keys, *first, bounds = (
             whole(x, d is not None, size) for x, d in zip((keys, *order), dims[1:], strict=True)
         )
-        placed = of_batches(keys, first, bounds, bins=bins)
+        placed = concatenated_batches(keys, first, bounds, bins=bins)
         a, batch = a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), size * batch
     taken = _bind(a, *placed, batch=batch, segments=segments, fill=fill)
     return taken.reshape(size, -1, *taken.shape[1:]), 0

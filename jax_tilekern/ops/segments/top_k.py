@@ -30,6 +30,7 @@ from jax_tilekern.primitives.operation import (
     Planner,
     Rewrite,
     define,
+    no_refusal,
 )
 
 
@@ -112,10 +113,6 @@ def _sharding_rule(x: Any, **_: Any) -> ShardingRule:
     return ShardingRule((labels,), (labels, labels), sizes, flops=x.size, names=names)
 
 
-def _cpu_refusal(*_: Any, **__: Any) -> None:
-    return None
-
-
 def _cpu(*_: Any, k: int) -> Rewrite:
     # XLA does not partition its own operation on a CPU; each device calls it for its rows.
     return Rewrite("XLA's own", functools.partial(_reference, k=k))
@@ -140,7 +137,7 @@ _bind = define(
         jvp=_jvp,
         batch=_batch,
         sharding_rule=_sharding_rule,
-        planners={"cpu": Planner(_cpu_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
+        planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
         describe=lambda k: f"top {k}",
     )
 )

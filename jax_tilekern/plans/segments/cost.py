@@ -1,4 +1,4 @@
-"""What a reduction takes, by kernels and by XLA's scatter, in microseconds on an H100.
+"""The time of a reduction by kernels and by XLA's scatter, in microseconds on an H100.
 
 The numbers are measured (docs/tuning-log.md). They decide where the result does not depend on the
 order of reduction. Sums of floats always have a kernel, because its order is fixed.
@@ -15,7 +15,7 @@ from jax_tilekern.plans.segments.sorted_segments import SortedSegments
 
 # Launches of each kind, with the keys of the ids.
 _SCANNED, _FEW, _SORTED = 6.0, 12.0, 15.0
-# A sort: its launches, those of each further digit, and the time of a million keys for each digit.
+# A sort: its launches, the launches of each digit after the first, and a million keys of a digit.
 _SORT, _DIGIT, _MILLION_KEYS = 9.0, 9.0, 30.0
 # XLA's scatter: its launch, the time of a million atomic operations, and of each of those of one
 # address. Those of 8 and 16 bits are loops of compare-and-swap.
@@ -25,7 +25,7 @@ _SAME_FLOAT, _SAME_INTEGER, _SAME_LOOP = 0.02, 0.1, 0.5
 
 
 def kernel_microseconds(kernel: ScannedSegments | FewSegments | SortedSegments, gpu: Gpu) -> float:
-    """Estimate what a kernel takes, with the sort that it needs."""
+    """Estimate the time of a kernel, with the sort that it needs."""
     r = kernel.reduction
     moved = sum(x.dtype.itemsize for x in r.operands) * r.edges * r.columns
     moved += r.batch * r.segments * r.columns * r.out_dtype.itemsize
@@ -43,7 +43,7 @@ def kernel_microseconds(kernel: ScannedSegments | FewSegments | SortedSegments, 
 
 
 def xla_microseconds(reduction: SegmentReduction) -> float:
-    """Estimate what XLA's scatter takes, where segments are equally long."""
+    """Estimate the time of XLA's scatter for segments of equal length."""
     r = reduction
     each, same = _MILLION_ATOMICS, _SAME_FLOAT if r.value.kind == "f" else _SAME_INTEGER
     if r.out_dtype.itemsize < 4:

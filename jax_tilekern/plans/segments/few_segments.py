@@ -26,20 +26,10 @@ _RESIDENT_THREADS = 2048
 
 @dataclass(frozen=True)
 class FewSegments:
-    """A launch of CTAs that reduce blocks of edges as they lie, and one that combines them.
-
-    Attributes
-    ----------
-    reduction
-        What is reduced.
-    threads
-        Threads of a CTA.
-    gpu
-        The GPU.
-    """
+    """A launch of CTAs that reduce blocks of edges as they lie, and one that combines them."""
 
     reduction: SegmentReduction
-    threads: int
+    threads: int  # of a CTA
     gpu: Gpu
 
     @property

@@ -25,21 +25,11 @@ MAX_ITEMS = 2**31 - 1
 
 @dataclass(frozen=True)
 class IndexSort:
-    """Sort the rows of an array by their keys.
+    """A sort of the rows of an array by their keys."""
 
-    Attributes
-    ----------
-    rows
-        Number of keys, at least one.
-    bins
-        Those of keys 0 to ``bins - 3``, and the first and the last one for keys below and above.
-    places
-        Whether the place of each row in the order is a result, too.
-    """
-
-    rows: int
-    bins: int
-    places: bool = False
+    rows: int  # number of keys, at least one
+    bins: int  # those of keys 0 to bins - 3, and one each for keys below and above
+    places: bool = False  # whether the place of each row in the order is a result, too
 
     @property
     def items(self) -> int:
@@ -73,13 +63,7 @@ def too_many_items(rows: int, bins: int) -> NoKernel | None:
 
 
 def plan_index_sort(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan a sort of keys into the order of the rows and the bounds of the bins.
-
-    Raises
-    ------
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernels with.
-    """
+    """Plan a sort of keys into the order of the rows and the bounds of the bins."""
     if (refused := too_many_items(sort.rows, sort.bins)) is not None:
         return refused
     if sort.in_one_pass:

@@ -12,18 +12,10 @@ from jax_tilekern.plans.segments.problem import SegmentReduction
 
 @dataclass(frozen=True)
 class SegmentMap:
-    """The map of a reduction, for a number of adjacent columns.
-
-    Attributes
-    ----------
-    reduction
-        What is reduced.
-    vector
-        Adjacent columns of a lane.
-    """
+    """The map of a reduction."""
 
     reduction: SegmentReduction
-    vector: int
+    vector: int  # adjacent columns of a lane
 
     @property
     def name(self) -> str:
@@ -62,15 +54,7 @@ class SegmentMap:
         return (*map(Buffer, range(count)), sizes)
 
     def kernel(self, file: str, template: str, *arguments: str) -> Kernel:
-        """Return a kernel of this map.
-
-        Parameters
-        ----------
-        file, template
-            The kernel's file, and its name.
-        arguments
-            Its template arguments. Each ``{map}`` stands for that of the map.
-        """
+        """Return a kernel whose template arguments ``{map}`` are the class of this map."""
         values = ", ".join((*arguments, *self.fields)).replace("{map}", self.name)
         name = f"tilekern::{template}<{values}>"
         if self.reduction.text is None:

@@ -13,7 +13,6 @@ from jax_tilekern.plans.gpu import VECTOR_BYTES, WARP
 
 Combiner = Literal["sum", "prod", "max", "min"]
 
-
 # The classes of `ffi/cuda/segments/segments.cuh`.
 CXX_REDUCTIONS: dict[Combiner, str] = {
     "sum": "tilekern::Sum",
@@ -25,86 +24,38 @@ CXX_REDUCTIONS: dict[Combiner, str] = {
 
 @dataclass(frozen=True)
 class MapOperand:
-    """An array that has a row for each edge, or from which edges gather rows.
-
-    Attributes
-    ----------
-    dtype
-        Its type.
-    rows
-        Number of its rows.
-    index
-        Which of the index arrays says what row an edge reads; ``None`` if it is the edge's own.
-    broadcast
-        Whether it has one column, which is that of all columns.
-    """
+    """An array that has a row for each edge, or from which edges gather rows."""
 
     dtype: np.dtype[Any]
     rows: int
-    index: int | None = None
-    broadcast: bool = False
+    index: int | None = None  # the index array with the row that an edge reads; None for its own
+    broadcast: bool = False  # whether it has one column, which is that of all columns
 
 
 @dataclass(frozen=True)
 class MapText:
-    """A function of one element of each operand in CUDA: ``x0``, ``x1``, and so on.
+    """A function of one element of each operand in CUDA: ``x0``, ``x1``, and so on."""
 
-    Attributes
-    ----------
-    computed
-        The C++ types of the operands in the function.
-    statements
-        C++ statements.
-    result
-        The C++ expression of its value.
-    """
-
-    computed: tuple[str, ...]
+    computed: tuple[str, ...]  # the C++ types that operands are computed in
     statements: tuple[str, ...]
     result: str
 
 
 @dataclass(frozen=True)
 class SegmentReduction:
-    """A reduction of the values of edges to segments.
-
-    Attributes
-    ----------
-    reduction
-        How values are combined.
-    edges
-        Number of edges, at least one.
-    segments
-        Segments of a batch, at least one.
-    batch
-        Number of batches, whose edges and segments follow one another.
-    columns
-        Values of an edge, at least one.
-    operands
-        The arrays that the values are computed of.
-    indices
-        Number of index arrays.
-    text
-        The function that computes them; ``None`` if they are the one operand itself.
-    value
-        The type that is reduced in.
-    out_dtype
-        Type of the result.
-    ordered
-        Whether edges are read in an order, because they are not sorted by their keys.
-    """
+    """A reduction of the values of edges to segments."""
 
     reduction: Combiner
-    edges: int
-    segments: int
-    batch: int
-    columns: int
+    edges: int  # at least one
+    segments: int  # of a batch, at least one
+    batch: int  # batches, whose edges and segments follow one another
+    columns: int  # values of an edge, at least one
     operands: tuple[MapOperand, ...]
-    indices: int
-    text: MapText | None
-    value: np.dtype[Any]
+    indices: int  # number of index arrays
+    text: MapText | None  # the function of the values; None for the one operand itself
+    value: np.dtype[Any]  # the type that is reduced in
     out_dtype: np.dtype[Any]
-    ordered: bool
+    ordered: bool  # whether edges are read in an order, because they are not sorted by key
 
     @property
     def period(self) -> int:
@@ -124,10 +75,9 @@ class SegmentReduction:
     @property
     def vector(self) -> int:
         """Adjacent columns of a thread, which it loads at once."""
-        widest = max(
-            self.value.itemsize, *(x.dtype.itemsize for x in self.operands if not x.broadcast), 1
-        )
-        narrowest = min((x.dtype.itemsize for x in self.operands if not x.broadcast), default=4)
+        sizes = [x.dtype.itemsize for x in self.operands if not x.broadcast]
+        widest = max(self.value.itemsize, *sizes, 1)
+        narrowest = min(sizes, default=4)
         # Accumulators of 16-bit floats are twice as wide as their elements.
         most = VECTOR_BYTES // max(narrowest, widest // 2)
         return math.gcd(most, self.columns)

@@ -21,13 +21,7 @@ _MOST_COMPARISONS = 2**24
 
 @dataclass(frozen=True)
 class ScannedSegments:
-    """A launch of a CTA for each segment.
-
-    Attributes
-    ----------
-    reduction
-        What is reduced.
-    """
+    """A launch of a CTA for each segment."""
 
     reduction: SegmentReduction
 

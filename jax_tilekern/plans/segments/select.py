@@ -23,12 +23,8 @@ def unsorted_kernel(reduction: SegmentReduction, gpu: Gpu) -> ScannedSegments | 
 def plan_segments(reduction: SegmentReduction, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan a reduction.
 
-    Its operands end with the keys for an :func:`unsorted_kernel`, else with the order and bounds.
-
-    Raises
-    ------
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernels with.
+    Its operands end with the keys for an :func:`unsorted_kernel`, otherwise with the order and
+    bounds.
     """
     any_order = reduction.reduction in ("max", "min") or reduction.value.kind in "iu"
     if any_order and reduction.text is None and current_policy() != "kernels":

@@ -25,15 +25,7 @@ _LOADS = 4
 
 @dataclass(frozen=True)
 class SortedSegments:
-    """A launch that reduces sorted edges, and one that combines parts of segments.
-
-    Attributes
-    ----------
-    reduction
-        What is reduced.
-    sm_count
-        SMs of the GPU.
-    """
+    """A launch that reduces sorted edges, and one that combines parts of segments."""
 
     reduction: SegmentReduction
     sm_count: int

@@ -30,17 +30,7 @@ _DTYPES = tuple(
 
 @dataclass(frozen=True)
 class TopK:
-    """Find the largest elements of rows.
-
-    Attributes
-    ----------
-    rows, columns
-        Sizes of the array.
-    k
-        Elements of a row that are found.
-    dtype
-        Type of the elements.
-    """
+    """The ``k`` largest elements of each row."""
 
     rows: int
     columns: int
@@ -49,13 +39,7 @@ class TopK:
 
 
 def plan_top_k(problem: TopK, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan a launch.
-
-    Raises
-    ------
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernel with.
-    """
+    """Plan a launch."""
     rows, columns, k, dtype = problem.rows, problem.columns, problem.k, problem.dtype
     if dtype not in _DTYPES:
         return NoKernel(f"no kernel orders {dtype}")
