@@ -205,13 +205,13 @@ def muon(
             lambda _, numbers: "adam" if numbers is None else "muon", params, numbers_of(params)
         )
 
-    of_matrices = optax.chain(
+    scaled_by_muon = optax.chain(
         optax.GradientTransformation(momentum.init, update),
         optax.GradientTransformation(optax.init_empty_state, scale),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
-    of_others = optax.adamw(
+    adam = optax.adamw(
         learning_rate if adam_learning_rate is None else adam_learning_rate,
         b1=adam_b1,
         b2=adam_b2,
@@ -221,7 +221,7 @@ def muon(
         mu_dtype=mu_dtype,
         nesterov=nesterov,
     )
-    return optax.partition({"muon": of_matrices, "adam": of_others}, labels)
+    return optax.partition({"muon": scaled_by_muon, "adam": adam}, labels)
 
 
 def _optax() -> Any:
@@ -269,21 +269,11 @@ def _axes(x: Array, numbers: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class _Matrices(NamedTuple):
-    """How a parameter is a batch of matrices.
+    """How a parameter is a batch of matrices."""
 
-    Attributes
-    ----------
-    order
-        Its axes: those of the batch, of the rows and of the columns.
-    shape
-        Of the parameter in this order.
-    flat
-        Matrices, rows and columns.
-    """
-
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    flat: tuple[int, int, int]
+    order: tuple[int, ...]  # the axes of the batch, of the rows and of the columns
+    shape: tuple[int, ...]  # of the parameter in this order
+    flat: tuple[int, int, int]  # matrices, rows and columns
 
     @classmethod
     def of(cls, x: Array, numbers: Any) -> _Matrices:
@@ -302,18 +292,10 @@ class _Matrices(NamedTuple):
 
 
 class _Stacks(NamedTuple):
-    """How the matrices of parameters are stacked.
+    """How the matrices of parameters are stacked."""
 
-    Attributes
-    ----------
-    devices
-        The number of devices that share a stack, whose size is a multiple of it.
-    max_bytes
-        Of a device's part.
-    """
-
-    devices: int
-    max_bytes: int
+    devices: int  # They share a stack, whose size is a multiple of their number.
+    max_bytes: int  # of a device's part
 
     @classmethod
     def of(cls, mesh: Mesh | None, max_bytes: int) -> _Stacks:
@@ -329,15 +311,15 @@ class _Stacks(NamedTuple):
         numbers: Sequence[Any],
         scalars: Sequence[Array],
     ) -> list[Array]:
-        """Apply a function of stacks ``(count, m, n)``, and of what all have, to parameters."""
+        """Apply a function of stacks ``(count, m, n)`` and of ``scalars`` to parameters."""
         matrices = [_Matrices.of(x, spec) for x, spec in zip(leaves, numbers, strict=True)]
-        of_type = defaultdict(list)
+        indices_by_type = defaultdict(list)
         for i, x in enumerate(leaves):
-            of_type[matrices[i].flat[1:], x.dtype].append(i)
+            indices_by_type[matrices[i].flat[1:], x.dtype].append(i)
 
         def results(leaves: Sequence[Array], scalars: Sequence[Array]) -> list[Array]:
             found = list(leaves)
-            for indices in of_type.values():
+            for indices in indices_by_type.values():
                 batches = [matrices[i].batch(leaves[i]) for i in indices]
                 applied = self._by_stacks(iterate, batches, scalars)
                 for i, batch in zip(indices, applied, strict=True):
@@ -371,14 +353,14 @@ class _Stacks(NamedTuple):
             if results:
                 # A stack is made when the ones before are done.
                 stack, results = lax.optimization_barrier((stack, results))
-            results += self._of_stack(iterate, stack, scalars)
+            results += self._apply_to_stack(iterate, stack, scalars)
         remaining = iter(results)
         return [
             x[0] if len(x) == 1 else jnp.concatenate(x)
             for x in ([next(remaining) for _ in part] for part in parts)
         ]
 
-    def _of_stack(
+    def _apply_to_stack(
         self,
         iterate: Callable[..., Array],
         parts: Sequence[Array],

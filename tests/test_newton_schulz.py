@@ -90,9 +90,9 @@ class Tf32(Form):
     def times(self, factor, x, **how):
         return super().times(self.operand(factor), self.operand(x), **how)
 
-    def of_grams(self, first, second, epilogue, *operands):
+    def gram_product(self, first, second, epilogue, *operands):
         second = first if second is None else second
-        return super().of_grams(self.operand(first), self.operand(second), epilogue, *operands)
+        return super().gram_product(self.operand(first), self.operand(second), epilogue, *operands)
 
 
 def conditioned(rng, kind):

@@ -55,10 +55,7 @@ def triangular_solve(
 
 @dataclass
 class _System:
-    """Systems with a lower triangle ``t``, whose other elements are 0.
-
-    They are ``t @ x = b`` or ``x @ t = b``, with ``t`` transposed if ``transposed``.
-    """
+    """Systems ``t @ x = b``, or ``x @ t = b``, with a lower triangle ``t`` or its transpose."""
 
     triangle: Array
     block: int

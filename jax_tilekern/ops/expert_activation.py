@@ -26,21 +26,14 @@ _ROLE = Role("moe", "activation")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Activation:
-    """An elementwise function, traced for each type of values that it is applied to.
+    """An elementwise function, traced for each type of values that it is applied to."""
 
-    Attributes
-    ----------
-    values
-        The function of a scalar of each type, and of those that it closes over.
-    reads
-        For each type, which of the values that the function closes over are its operands.
-    slopes
-        Its derivatives by each of its operands that is a float, or none. A function that is text
-        has no custom derivative.
-    """
-
+    # The function of a scalar of each type, and of the scalars that it closes over.
     values: tuple[ScalarFunction, ...]
+    # For each type, which of the values that it closes over it reads.
     reads: tuple[tuple[int, ...], ...]
+    # Its derivatives by each operand that is a float, or none. The text of a function has no custom
+    # derivative, so they are functions of their own.
     slopes: tuple[ScalarFunction, ...] = ()
 
     def __call__(self, x: Array, *closed_over: Array) -> Array:
@@ -79,7 +72,7 @@ class Activation:
             floats = _floats(dtypes)
 
             def slopes(*operands: Array) -> list[Array]:
-                def of_floats(*moving: Array) -> Array:
+                def value_of_floats(*moving: Array) -> Array:
                     replaced = [*operands]
                     for i, x in zip(floats, moving, strict=True):
                         replaced[i] = x
@@ -88,7 +81,7 @@ class Activation:
 
                 # Types of scalars have no mesh; transposes compare them with values.
                 with compat.without_mesh():
-                    result, pull = jax.vjp(of_floats, *(operands[i] for i in floats))
+                    result, pull = jax.vjp(value_of_floats, *(operands[i] for i in floats))
                     return list(pull(jnp.ones_like(result)))
 
             return trace_scalars(slopes, dtypes[0], dtypes[0], dtypes[1:]).function
@@ -107,11 +100,6 @@ def traced_activation(
 
     There is no activation if the function closes over values and has branches, loops or functions
     with a derivative of their own: their jaxprs have the types of the place where they were traced.
-
-    Raises
-    ------
-    TypeError
-        If it is not a function of scalars, or has other results than one.
     """
     traced = [_traced(function, dtype) for dtype in dict.fromkeys(dtypes)]
     places: dict[int, int] = {}

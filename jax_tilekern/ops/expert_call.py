@@ -33,6 +33,7 @@ from jax_tilekern.primitives.operation import (
     Rewrite,
     Transposes,
     define,
+    no_refusal,
 )
 
 # Labels of the dimensions that devices share. A device needs the others whole.
@@ -102,7 +103,7 @@ def _reference(*operands: Array, names: Names, **params: Any) -> Array:
     return expert_layer(arrays, first, **params)
 
 
-def _of_moving(
+def _function_of_moving(
     primals: Sequence[Array], names: Names, moving: Names, params: Params
 ) -> tuple[Callable[..., Array], list[Array]]:
     """Return the layer as a function of the arrays that move, and these arrays."""
@@ -119,7 +120,7 @@ def _of_moving(
 
 def _reference_of_tangent(*operands: Array, names: Names, moving: Names, **params: Any) -> Array:
     tangents, primals = operands[: len(moving)], operands[len(moving) :]
-    function, values = _of_moving(primals, names, moving, params)
+    function, values = _function_of_moving(primals, names, moving, params)
     tangent: Array = jax.jvp(function, values, [*tangents])[1]
     return tangent
 
@@ -127,7 +128,7 @@ def _reference_of_tangent(*operands: Array, names: Names, moving: Names, **param
 def _reference_of_cotangents(
     cotangent: Array, *primals: Array, names: Names, moving: Names, **params: Any
 ) -> list[Array]:
-    function, values = _of_moving(primals, names, moving, params)
+    function, values = _function_of_moving(primals, names, moving, params)
     return list(jax.vjp(function, *values)[1](cotangent))
 
 
@@ -249,10 +250,6 @@ def _in_float32(*, out_dtype: np.dtype[Any], **params: Any) -> Params:
     return {**params, "out_dtype": np.dtype(jnp.promote_types(out_dtype, np.float32))}
 
 
-def _cover(*_: Any, **__: Any) -> None:
-    """Cover every call."""
-
-
 def _define(
     name: str,
     reference: Callable[..., Any],
@@ -263,7 +260,7 @@ def _define(
     def plan(_: Any, __: Any, **params: Any) -> Rewrite:
         return Rewrite("its products have kernels", functools.partial(reference, **params))
 
-    planner = Planner(_cover, plan)
+    planner = Planner(no_refusal, plan)
     return define(
         Operation(
             name=name,

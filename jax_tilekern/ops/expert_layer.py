@@ -63,10 +63,7 @@ def expert_layer(
 ) -> Array:
     """Compute the layer of the experts that the arrays have, the first of which is ``offset``.
 
-    Parameters
-    ----------
-    arrays, offset, save, params
-        As in :func:`jax_tilekern.moe`. The backward pass computes again what ``save`` leaves out.
+    The backward pass computes again what ``save`` leaves out; see :func:`jax_tilekern.moe`.
     """
     policy = jax.checkpoint_policies.save_only_these_names(*([SAVED] if save == "hidden" else []))
     layer = jax.checkpoint(functools.partial(_layer, **params), policy=policy)
@@ -83,9 +80,7 @@ def _layer(
     out_dtype: np.dtype[Any],
     differentiated: bool = False,
 ) -> Array:
-    """Compute the layer.
-
-    The activation is a function of an element and of those of the arrays that it closes over.
+    """Compute the layer, with an activation of an element and of the arrays that it closes over.
 
     If it is ``differentiated``, it has the kernels of the forward pass of its own derivative.
     """
@@ -119,21 +114,11 @@ def _layer(
 
 
 class Sorted(NamedTuple):
-    """Pairs of a token and an expert, sorted by expert.
+    """Pairs of a token and an expert, sorted by expert."""
 
-    Attributes
-    ----------
-    bounds
-        Where the pairs of each expert begin, and where those of the last one end.
-    pairs
-        The number of each pair, ``token * k + choice``.
-    places
-        The row of each token's pairs.
-    """
-
-    bounds: Array
-    pairs: Array
-    places: Array
+    bounds: Array  # where the pairs of each expert begin, and where the last one's end
+    pairs: Array  # the number of each pair, token * k + choice
+    places: Array  # the row of each token's pairs
 
     @property
     def tokens(self) -> Array:
@@ -142,15 +127,7 @@ class Sorted(NamedTuple):
 
 
 class _Products(NamedTuple):
-    """Products of the rows of pairs, which are sorted by expert, with the matrices of experts.
-
-    Attributes
-    ----------
-    bounds
-        As of :class:`Sorted`.
-    precision
-        Canonical.
-    """
+    """Products of rows, which are sorted by expert, with the matrices of experts."""
 
     bounds: Array
     precision: Any
@@ -169,7 +146,7 @@ class _Products(NamedTuple):
         dtype: Any,
         epilogue: Callable[..., Any],
         operands: Sequence[Array],
-        of_experts: Sequence[Array],
+        expert_operands: Sequence[Array],
     ) -> Array:
         """Multiply the rows, and apply a function to each element."""
         result: Array = contract_with_epilogue(
@@ -181,11 +158,11 @@ class _Products(NamedTuple):
             shape=(rows.shape[0], w.shape[2]),
             epilogue=epilogue,
             operands=operands,
-            group_operands=of_experts,
+            group_operands=expert_operands,
         )
         return result
 
-    def of_pair(
+    def pair_with_epilogue(
         self,
         rows: Array,
         first: Array,
@@ -193,13 +170,13 @@ class _Products(NamedTuple):
         dtype: Any,
         function: Callable[..., Any],
         operands: Sequence[Array],
-        of_experts: Sequence[Array],
+        expert_operands: Sequence[Array],
     ) -> Array:
-        """Multiply the rows by the matrices of two arrays; combine both elements by a function."""
+        """Multiply the rows by two matrices; apply a function to each pair of elements."""
         rows, first = common_type(rows, first, dtype, self.precision)
         read = labelled_operands(
             operands,
-            of_experts,
+            expert_operands,
             self.bounds,
             contraction=rows_by_matrices(),
             shape=(rows.shape[0], first.shape[2]),
@@ -230,12 +207,12 @@ def _value(
     *values: Any,
 ) -> Any:
     """Return a hidden value times its weight, given the first products."""
-    of_elements = functools.partial(_of_elements, activation)
-    acted = functools.reduce(operator.mul, (of_elements(values[0], *read), *values[1:]))
+    elementwise = functools.partial(_elementwise, activation)
+    acted = functools.reduce(operator.mul, (elementwise(values[0], *read), *values[1:]))
     return (acted * weight).astype(dtype)
 
 
-def _of_elements(function: Callable[..., Any], x: Any, *scalars: Any) -> Any:
+def _elementwise(function: Callable[..., Any], x: Any, *scalars: Any) -> Any:
     """Apply a function of scalars to each element of an array."""
     for _ in range(jnp.ndim(x)):
         function = jax.vmap(function, in_axes=(0, *(None for _ in scalars)))
@@ -265,7 +242,7 @@ def _hidden(
     def hidden(
         bounds: Array, rows: Any, matrices: Any, weights: Array, biases: Any, read: Any
     ) -> Array:
-        def of_accumulators(*values: Any) -> Any:
+        def hidden_value(*values: Any) -> Any:
             accumulators, (weight, *others) = values[: len(names)], values[len(names) :]
             biases = iter(others)
             added = zip(accumulators, biased, strict=True)
@@ -275,10 +252,10 @@ def _hidden(
         products = _Products(bounds, precision)
         if len(matrices) == 1:
             return products.with_epilogue(
-                rows[0], matrices[0], dtype, of_accumulators, (weights,), biases
+                rows[0], matrices[0], dtype, hidden_value, (weights,), biases
             )
-        return products.of_pair(
-            rows[0], matrices[0], matrices[1], dtype, of_accumulators, (weights,), biases
+        return products.pair_with_epilogue(
+            rows[0], matrices[0], matrices[1], dtype, hidden_value, (weights,), biases
         )
 
     def unfused(

@@ -34,29 +34,22 @@ from jax_tilekern.primitives.operation import (
     Planner,
     Rewrite,
     define,
+    no_refusal,
 )
 
 
 def spread_rows(x: Array, places: Array, tokens: Array, copies: int = 1) -> list[Array]:
-    """Return the row of each pair's token.
+    """Return the row of each pair's token, ``copies`` times.
 
-    Parameters
-    ----------
-    x
-        A row for each token.
-    places
-        The rows of each token's pairs, int32 of shape ``(tokens, chosen)``: each row once.
-    tokens
-        The token of each pair.
-    copies
-        How often the result is returned. Cotangents of copies are added as they are summed.
+    ``places`` are the rows of each token's pairs, int32 of shape ``(tokens, chosen)``, each row
+    once; ``tokens`` has the token of each pair. Cotangents of copies are added as they are summed.
     """
     rows: list[Array] = _spread(x, places, tokens, copies=copies)
     return rows
 
 
 def combine_rows(*rows: Array, places: Array, tokens: Array) -> Array:
-    """Return the sum of the rows of each token's pairs, of arrays of rows together.
+    """Return the sum of the rows of each token's pairs, over all arrays ``rows``.
 
     Floats are summed in float32 at least, in the order of ``places``, and rounded once.
     """
@@ -97,7 +90,7 @@ def _combine_cotangents(cotangent: Array, *operands: Any, arrays: int) -> list[A
 def _in_front(
     operands: Sequence[Array], dims: Sequence[int | None]
 ) -> tuple[list[Array], Array, Array, int]:
-    """Let the rows of batches follow one another; return the places, the tokens and the batch."""
+    """Concatenate the rows of batches; return them, the places, the tokens and the batch size."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     *rows, places, tokens = (
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
@@ -156,10 +149,6 @@ def _combine_sharding(*operands: Any, arrays: int) -> ShardingRule:
     )
 
 
-def _refusal(*_: Any, **__: Any) -> Fallback | None:
-    return None
-
-
 def _stated(places: Any, rows: Any) -> ExpertRows:
     tokens, chosen = places.shape
     return ExpertRows(
@@ -207,8 +196,8 @@ def _operation(name: str, reference: Callable[..., Any], cuda: Any, **rules: Any
             name=f"tilekern_{name}_rows",
             reference=reference,
             planners={
-                "cpu": Planner(_refusal, by_xla),
-                "cuda": Planner(_refusal, on_cuda),
+                "cpu": Planner(no_refusal, by_xla),
+                "cuda": Planner(no_refusal, on_cuda),
             },
             describe=lambda **_: f"{name} rows of experts",
             **rules,

@@ -32,18 +32,10 @@ def on_devices(
     dims: Mapping[str, tuple[str, ...]],
     dtype: np.dtype[Any],
 ) -> Array:
-    """Compute a layer; where types have shardings, each device its part.
+    """Compute a layer; where types have shardings, each device computes its part.
 
-    Parameters
-    ----------
-    layer
-        ``layer(arrays, offset, dtype)`` computes the part of the experts that the arrays have.
-    arrays, offset
-        The arrays by their names, and the first expert that they have.
-    dims
-        The names of each array's dimensions.
-    dtype
-        The result's type.
+    ``layer(arrays, offset, dtype)`` computes the part of the experts that the arrays have, the
+    first of which is ``offset``. ``dims`` names each array's dimensions.
     """
     shardings = (compat.explicit_sharding(jax.typeof(x)) for x in arrays.values())
     mesh = next((x.mesh for x in shardings if x is not None), None)
@@ -76,8 +68,8 @@ class _Split:
     def of(cls, arrays: Mapping[str, Array], dims: Mapping[str, tuple[str, ...]]) -> _Split:
         """Return the axes that the types name.
 
-        Where an axis splits both tokens and matrices, those move between devices that take fewer
-        bytes: tokens are gathered and their results scattered, or the matrices are gathered.
+        Where an axis splits both tokens and matrices, devices gather what takes fewer bytes: the
+        tokens, whose results are scattered, or the matrices.
         """
         axes: dict[str, Axes] = {}
         for name, x in arrays.items():
@@ -114,11 +106,11 @@ class _Split:
 
     def spec(self, name: str, dims: tuple[str, ...]) -> PartitionSpec:
         """Return how a device reads an array."""
-        of = {
+        axes = {
             "tokens": self.own_tokens, "experts": self.experts, "hidden": self.hidden,
             "features": self.features if name.endswith("_down") else (),
         }  # fmt: skip
-        return PartitionSpec(*(of.get(dim, ()) or None for dim in dims))
+        return PartitionSpec(*(axes.get(dim, ()) or None for dim in dims))
 
 
 def _without(axes: Axes, others: Axes) -> Axes:

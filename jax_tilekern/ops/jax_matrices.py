@@ -18,7 +18,8 @@ from jax_tilekern.interop.global_modes import intercept, intercepting
 from jax_tilekern.interop.originals import lax
 from jax_tilekern.interop.patch import patch
 from jax_tilekern.ops import decompositions, matrices
-from jax_tilekern.ops.matrix_kernels import refusal, refusal_to_decompose
+from jax_tilekern.ops.matrix_kernels import TOO_LARGE, refusal
+from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE
 from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.scope import Function
 
@@ -26,15 +27,15 @@ Refusal = Callable[[Array], str | None]
 
 
 def composed(function: Function) -> Function:
-    """Return a function of JAX's whose products and decompositions are this library's."""
+    """Return a function of JAX's with products and decompositions of this library inside."""
 
     @functools.wraps(function)
-    def of_our_parts(*args: Any, **kwargs: Any) -> Any:
+    def composed_function(*args: Any, **kwargs: Any) -> Any:
         _install()
         with patch(), intercepting("matrices"):
             return function(*args, **kwargs)
 
-    return of_our_parts  # type: ignore[return-value]
+    return composed_function  # type: ignore[return-value]
 
 
 def is_left_to_jax(call: str, a: Array, why: str | None) -> bool:
@@ -48,15 +49,17 @@ def is_left_to_jax(call: str, a: Array, why: str | None) -> bool:
 
 
 def refusal_of_square(a: Array) -> str | None:
-    """Return why matrices are left to JAX by what computes square ones."""
+    """Return why functions of square matrices leave matrices to JAX."""
     if a.shape[-1] != a.shape[-2]:
         return "kernels are for square matrices"
     return refusal(a.shape[-1], a.dtype)
 
 
 def refusal_of_decomposition(a: Array) -> str | None:
-    """Return why matrices are left to JAX by ``svd``, ``eigh`` and ``qr``."""
-    return refusal_to_decompose(a.shape, a.dtype)
+    """Return why ``svd``, ``eigh`` and ``qr`` leave matrices to JAX."""
+    sizes = a.shape[-2:]
+    why = next(filter(None, (refusal(size, a.dtype) for size in sizes)), None)
+    return why or (TOO_LARGE if max(sizes) > MAX_SIZE else None)
 
 
 def _svd(a: Array, *, compute_uv: bool, full_matrices: bool) -> Sequence[Array]:
@@ -89,8 +92,8 @@ def _triangular_solve(
     )
 
 
-# By the names of JAX's primitives: the same by this library, the parameters that it takes, those
-# that have one meaning here, and why matrices are left to JAX.
+# For each primitive of JAX: the function of this library, the parameters that it takes, and why
+# matrices are left to JAX.
 _PARTS: dict[str, tuple[Callable[..., Any], tuple[str, ...], Refusal]] = {
     "svd": (_svd, ("compute_uv", "full_matrices"), refusal_of_decomposition),
     "eigh": (_eigh, ("lower",), refusal_of_decomposition),

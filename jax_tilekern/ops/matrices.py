@@ -194,8 +194,8 @@ def _cholesky_jvp(
 def _lu_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Any], list[Any]]:
     """Differentiate as de Hoog, Anderssen and Lukas, Math. Comp. 80 (2011).
 
-    From ``P dA = dL U + L dU`` follows that ``inv(L) P dA inv(U)`` is ``inv(L) dL``, which is
-    strictly lower, and ``dU inv(U)``, which is upper.
+    From ``P dA = dL U + L dU`` it follows that ``inv(L) P dA inv(U)`` is the sum of ``inv(L) dL``,
+    which is strictly lower, and of ``dU inv(U)``, which is upper.
     """
     ((a,), (a_dot,)) = primals, tangents
     factors, pivots, permutation = lu(a)
@@ -217,7 +217,7 @@ def _sharding_rule(
     like_results: Callable[..., Sequence[Any]],
     a: Any,
     *avals: Any,
-    leader: int | None = None,
+    results_follow: int | None = None,
     **params: Any,
 ) -> ShardingRule:
     leading = tuple(range(a.ndim - 2))
@@ -238,7 +238,7 @@ def _sharding_rule(
         flops=2.0 * math.prod(a.shape) * a.shape[-1],
         names={axis: f"axis {axis}" for axis in leading},
         unsplit=frozenset(sizes) - set(leading),
-        leader=leader,
+        results_follow=results_follow,
     )
 
 
@@ -306,7 +306,7 @@ def _define_system(
     reference: Callable[..., Array],
     change: Callable[..., Array],
     describe: Callable[..., str],
-    leader: int | None = None,
+    results_follow: int | None = None,
 ) -> _Bind:
     """Define the solution of a system with each matrix of a batch.
 
@@ -316,15 +316,15 @@ def _define_system(
     is the gradient with respect to the right-hand sides is also a factor of the product that gives
     the matrices' gradient. Devices may split the two unlike each other, so they are two results.
 
-    Small matrices have a CUDA kernel. On a GPU ``large`` plans large ones.
+    ``cuda`` has the kernel of small matrices, and ``large`` plans large ones on a GPU.
     ``change(a_dot, x, **params)`` is the change of ``a @ x`` by a tangent of the matrices.
-    ``leader`` is that of the sharding rule.
+    ``results_follow`` is that of the sharding rule.
     """
 
     def system(a: Array, *terms: Array, copies: int = 1, **params: bool) -> list[Array]:
         return bind(a, *terms, terms=len(terms), copies=copies, **params)
 
-    def of_one_term(
+    def single_solve(
         a: Array, *right_sides: Array, terms: int, copies: int, **params: bool
     ) -> list[Array]:
         return system(a, functools.reduce(lax.add, right_sides), **params) * copies
@@ -351,13 +351,13 @@ def _define_system(
     ) -> tuple[Sequence[Array], Sequence[int]]:
         if params["terms"] == 1:
             return _batch_system(bind, axis_data, operands, dims, **params)
-        mapped = jax.vmap(functools.partial(of_one_term, **params), in_axes=tuple(dims))
+        mapped = jax.vmap(functools.partial(single_solve, **params), in_axes=tuple(dims))
         return mapped(*operands), [0] * params["copies"]
 
     def refusal(a: Any, *avals: Any, terms: int, **params: Any) -> Rewrite | Fallback | None:
         refused_call = refused(a)
         if refused_call is None and terms > 1:
-            return Rewrite("one solve", functools.partial(of_one_term, terms=terms, **params))
+            return Rewrite("one solve", functools.partial(single_solve, terms=terms, **params))
         return refused_call
 
     def planner(plan: Callable[..., Outcome]) -> Planner:
@@ -371,7 +371,7 @@ def _define_system(
         ) -> Outcome:
             if copies == 1:
                 return plan(operands, results, **params)
-            copied = functools.partial(of_one_term, terms=terms, copies=copies, **params)
+            copied = functools.partial(single_solve, terms=terms, copies=copies, **params)
             return Rewrite("one solve", copied)
 
         return Planner(refusal, plan_copies)
@@ -380,8 +380,8 @@ def _define_system(
         return (b,) * copies
 
     def described(*, terms: int, copies: int, **params: bool) -> str:
-        of_sum = ", of two tangents" * (terms > 1)
-        return describe(**params) + of_sum + ", for two gradients" * (copies > 1)
+        summed = ", of two tangents" * (terms > 1)
+        return describe(**params) + summed + ", for two gradients" * (copies > 1)
 
     def reference_of_sum(
         a: Array, *right_sides: Array, terms: int, copies: int, **params: bool
@@ -394,7 +394,9 @@ def _define_system(
             reference=reference_of_sum,
             like_results=like_results,
             batch=batch,
-            sharding_rule=functools.partial(_sharding_rule, like_results, leader=leader),
+            sharding_rule=functools.partial(
+                _sharding_rule, like_results, results_follow=results_follow
+            ),
             planners={
                 "cpu": planner(system_on_cpu),
                 "cuda": planner(functools.partial(system_on_cuda, cuda, large)),
@@ -437,7 +439,7 @@ _solve = _define_system(
     cuda=plans.solve_kernel,
     large=functools.partial(solution_of_large, lambda a, b: (solve(a.mT, b),)),
     describe=lambda transpose: "solve" + transpose * " transposed",
-    leader=0,  # The result of JAX's function is sharded like the matrices.
+    results_follow=0,  # The result of JAX's function is sharded like the matrices.
 )
 
 

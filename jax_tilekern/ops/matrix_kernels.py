@@ -64,13 +64,6 @@ def refusal(size: Any, dtype: Any) -> str | None:
     return None
 
 
-def refusal_to_decompose(shape: Sequence[Any], dtype: Any) -> str | None:
-    """Return why no kernel decomposes matrices of a shape and type, or ``None`` if one may."""
-    sizes = shape[-2:]
-    why = next(filter(None, (refusal(size, dtype) for size in sizes)), None)
-    return why or (TOO_LARGE if max(sizes) > MAX_SIZE else None)
-
-
 def refused(a: Any, *avals: Any, **params: Any) -> Fallback | None:
     """Return why a call has no kernel, or ``None`` if it may have one."""
     why = refusal(a.shape[-1], a.dtype)
@@ -94,7 +87,7 @@ def _columns(aval: Any, left_side: bool) -> Columns:
 def in_blocks(
     name: str, function: Callable[..., Any], operands: Sequence[Operand], **params: Any
 ) -> Rewrite | Fallback:
-    """Return a call in blocks."""
+    """Plan a call in blocks."""
     (*leading, size, _), dtype = operands[0].aval.shape, operands[0].aval.dtype
     columns = size
     if name == "triangular_solve":
@@ -116,7 +109,7 @@ def in_blocks(
 def inverse_of_large(
     in_blocks: Callable[..., Rewrite | Fallback], operands: Sequence[Operand]
 ) -> Outcome:
-    """Return the inverse by one plan, or a call in blocks of the sizes that have none."""
+    """Plan an inverse: in one plan, or in blocks for the sizes that have none."""
     (a,) = operands
     matrices = _matrices(a.aval)
     if not blocked_lu_plans.covers(*dataclasses.astuple(matrices)):
@@ -125,7 +118,7 @@ def inverse_of_large(
 
 
 def cholesky_of_large(operands: Sequence[Operand], *, symmetrize: bool) -> Outcome:
-    """Return the Cholesky factor by one plan."""
+    """Plan a Cholesky factor."""
     (a,) = operands
     matrices = _matrices(a.aval)
     if not blocked_cholesky.covers(*dataclasses.astuple(matrices)):
@@ -137,7 +130,7 @@ def cholesky_of_large(operands: Sequence[Operand], *, symmetrize: bool) -> Outco
 def solution_of_large(
     transposed: Callable[..., Any], operands: Sequence[Operand], *, transpose: bool, **_: bool
 ) -> Outcome:
-    """Return the solution by one plan; ``transposed`` solves a transposed system."""
+    """Plan a solution; ``transposed`` solves a transposed system."""
     a, b = operands
     matrices = _matrices(a.aval)
     if not blocked_lu_plans.covers(*dataclasses.astuple(matrices)):
@@ -159,7 +152,7 @@ def matrix_on_cuda(
     results: Sequence[Any],
     **params: Any,
 ) -> Outcome:
-    """Return a kernel for the matrices of one operand, or what ``large`` plans for large ones."""
+    """Plan the kernel for small matrices of one operand, or what ``large`` plans."""
     (a,) = operands
     if a.aval.shape[-1] > MAX_SIZE:
         return large(operands, **params)
@@ -177,7 +170,7 @@ def system_on_cuda(
     transpose: bool,
     **params: Any,
 ) -> Outcome:
-    """Return a kernel for systems of equations, or what ``large`` plans for large ones."""
+    """Plan the kernel for small systems of equations, or what ``large`` plans."""
     a, b = operands
     if a.aval.shape[-1] > MAX_SIZE:
         return large(operands, left_side=left_side, transpose=transpose, **params)
@@ -190,7 +183,7 @@ def system_on_cuda(
 def matrix_on_cpu(
     target: str, operands: Sequence[Operand], _: Any, **params: bool
 ) -> PlannedKernel | Fallback:
-    """Return the handler for the matrices of one operand."""
+    """Plan the handler for the matrices of one operand."""
     (a,) = operands
     return _cpu_kernel(target, _matrices(a.aval), (a.value,), **params)
 
@@ -204,7 +197,7 @@ def system_on_cpu(
     lower: bool | None = None,
     unit_diagonal: bool = False,
 ) -> PlannedKernel | Fallback:
-    """Return the handler for systems of equations."""
+    """Plan the handler for systems of equations."""
     a, b = operands
     columns = _columns(b.aval, left_side)
     if columns.count > _CPU_MOST_COLUMNS:
@@ -223,7 +216,7 @@ def system_on_cpu(
 def decomposition_on_cpu(
     target: str, operands: Sequence[Operand], _: Any, **params: bool
 ) -> PlannedKernel | Fallback:
-    """Return the handler for decompositions of the matrices of one operand."""
+    """Plan the handler that decomposes the matrices of one operand."""
     (a,) = operands
     *leading, rows, columns = a.aval.shape
     count, dtype = math.prod(leading), a.aval.dtype
@@ -241,7 +234,7 @@ def decomposition_on_cpu(
 def decomposition_on_cuda(
     name: str, operands: Sequence[Operand], results: Sequence[Any], **params: bool
 ) -> Outcome:
-    """Return a kernel for decompositions of the matrices of one operand."""
+    """Plan the kernel that decomposes the matrices of one operand."""
     (a,) = operands
     *leading, rows, columns = a.aval.shape
     flags = tuple(bool(params[flag]) for flag in _FLAGS[name])
@@ -255,8 +248,8 @@ def decomposition_on_cuda(
 def _why_lapack_is_faster(target: str, count: int, size: int, itemsize: int) -> str | None:
     """Return why LAPACK decomposes matrices as fast as the handler, if it does.
 
-    The handler takes as long for one matrix as for a vector of them. Jacobi's method computes
-    several times as much as LAPACK's.
+    The handler takes as long for one matrix as for a vector of matrices. Jacobi's method takes
+    several times as many operations as LAPACK's.
     """
     each = _CPU_ROWS_FOR_A_MATRIX[target]
     if count * each < size:

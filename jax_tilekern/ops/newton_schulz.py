@@ -20,7 +20,14 @@ from jax_tilekern.ops.newton_schulz_iteration import iterated, wide_type_of
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.gemm.arithmetic import cuda_arithmetic, precision_name
 from jax_tilekern.plans.gpu import MIN_COMPUTE_CAPABILITY, NoGpu, current_gpu
-from jax_tilekern.primitives.operation import Operand, Operation, Planner, Rewrite, define
+from jax_tilekern.primitives.operation import (
+    Operand,
+    Operation,
+    Planner,
+    Rewrite,
+    define,
+    no_refusal,
+)
 
 Method = Literal["auto", "standard", "gram"]
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
@@ -163,14 +170,14 @@ def _check(
         check_choice("newton_schulz", name, value, known)
 
 
-# The primitive, whose batch devices share: products by themselves would be split along rows.
+# The primitive, whose batch devices share. Its products alone would be split along rows.
 
 
 def _batched(
     _: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[Array, int]:
-    (x, *others), (dim, *of_others) = operands, dims
-    if dim is not None and all(other is None for other in of_others):
+    (x, *others), (dim, *other_dims) = operands, dims
+    if dim is not None and all(other is None for other in other_dims):
         return _bind(jnp.moveaxis(x, dim, 0), *others, **params), 0
     return jax.vmap(functools.partial(iterated, **params), dims)(*operands), 0
 
@@ -206,10 +213,6 @@ def _sharding_rule(
     )
 
 
-def _describe(method: str, **_: Any) -> str:
-    return f"newton_schulz, {method}"
-
-
 def _plan_on_cpu(_: Any, __: Any, **params: Any) -> Rewrite:
     return Rewrite("its products have kernels", functools.partial(iterated, **params))
 
@@ -240,10 +243,10 @@ _bind = define(
         batch=_batched,
         sharding_rule=_sharding_rule,
         planners={
-            "cpu": Planner(lambda *_, **params: None, _plan_on_cpu),
-            "cuda": Planner(lambda *_, **params: None, _plan_on_cuda),
+            "cpu": Planner(no_refusal, _plan_on_cpu),
+            "cuda": Planner(no_refusal, _plan_on_cuda),
         },
-        describe=_describe,
+        describe=lambda method, **_: f"newton_schulz, {method}",
         jvp=_jvp,
         like_results=lambda x, *_, **params: x,
     )

@@ -50,9 +50,9 @@ def iterated(
 def largest_power_of_two(coefficients: Array) -> Array:
     """Return a power of two whose square times any element of an iteration is at most 2**15.
 
-    The elements are those of ``x`` and of polynomials of its Gram matrix, and bounded by the
-    largest singular values, which follow from the coefficients. The values are scalars, which XLA
-    computes in one kernel.
+    The elements are those of ``x`` and of polynomials of its Gram matrix. The largest singular
+    values bound them, and follow from the coefficients. The values are scalars, which XLA computes
+    in one kernel.
     """
     # The squares of singular values lie between 0 and `end`.
     end = bound = jnp.ones((), coefficients.dtype)
@@ -62,40 +62,26 @@ def largest_power_of_two(coefficients: Array) -> Array:
         root = -1.5 * b - jnp.copysign(0.5, b) * jnp.sqrt(9 * b * b - 20 * a * c)
         inside = [-b / (2 * c), root / (5 * c), a / root]
         squares = [end, *(jnp.clip(jnp.where(jnp.isnan(g), 0, g), 0, end) for g in inside)]
-        of_gram = [b * g + c * g * g for g in squares]
-        results = [g * (a + z) ** 2 for g, z in zip(squares, of_gram, strict=True)]
+        polynomials = [b * g + c * g * g for g in squares]
+        results = [g * (a + z) ** 2 for g, z in zip(squares, polynomials, strict=True)]
         end = functools.reduce(jnp.maximum, results)
-        bound = functools.reduce(jnp.maximum, [bound, end, *map(jnp.abs, of_gram)])
+        bound = functools.reduce(jnp.maximum, [bound, end, *map(jnp.abs, polynomials)])
     _, exponent = jnp.frexp(bound)
     return jnp.ldexp(jnp.ones_like(bound), (15 - exponent) // 2)
 
 
 class Form(NamedTuple):
-    """The products of an iteration.
+    """The products of an iteration."""
 
-    Attributes
-    ----------
-    is_wide
-        Whether the rows are the short side.
-    precision
-        Of the products.
-    scale
-        A power of two. Operands of products are ``scale * x``, Gram matrices and polynomials of
-        them ``scale**2`` times what they stand for, and accumulated factors themselves.
-    rounds
-        Whether operands of products are float16, rather than of the type of ``x``.
-    """
-
-    is_wide: bool
+    is_wide: bool  # whether the rows are the short side
     precision: lax.PrecisionLike
+    # A power of two. Operands of products are ``scale * x``. Gram matrices and their polynomials
+    # are stored ``scale**2`` times as large, accumulated factors as they are.
     scale: Any = 1.0
-    rounds: bool = False
+    rounds: bool = False  # whether operands of products are float16 and not of the type of x
 
     def in_float16(self, coefficients: Array) -> Form:
-        """Return the form whose products have float16 operands.
-
-        The scale keeps small elements from being subnormal.
-        """
+        """Return the form with float16 operands, scaled so that few elements are subnormal."""
         scale = largest_power_of_two(coefficients)
         return self._replace(precision=None, scale=scale, rounds=True)
 
@@ -136,14 +122,13 @@ class Form(NamedTuple):
         operands = (factor, x) if self.is_wide else (x, factor)
         return matmul(*operands, precision=self.precision, **how)
 
-    def of_grams(
+    def gram_product(
         self, first: Array, second: Array | None, epilogue: Callable[..., Array], *operands: Array
     ) -> Array:
         """Return an epilogue's result for the product of two polynomials of a Gram matrix.
 
-        They commute, and real ones are symmetric. Without a second one it is the square of a
-        product of :meth:`gram`, which has no rounding errors that are not symmetric: a kernel of
-        float32 reads its transpose.
+        They commute, and real ones are symmetric. Without ``second`` it is the square of a product
+        of :meth:`gram`, which is exactly symmetric: a kernel of float32 reads its transpose.
         """
         how: dict[str, Any] = {"precision": self.precision, "epilogue": epilogue}
         if jnp.issubdtype(first.dtype, jnp.complexfloating):
@@ -171,24 +156,14 @@ class Form(NamedTuple):
     def _step(
         self, operand: Array, x: Array, scale: Any, step: Array, is_followed: bool = False
     ) -> tuple[Array, Array]:
-        """Return a step's result for ``x`` in its type, and the operand that it is.
+        """Return a step's result for ``x``, in the type of ``x`` and as an operand of products.
 
-        Parameters
-        ----------
-        operand
-            ``x`` as an operand of products.
-        x
-            The matrices.
-        scale
-            What the product of a polynomial and an operand is multiplied by.
-        step
-            The coefficients.
-        is_followed
-            Whether the operand is needed where it is not the result itself.
+        ``operand`` is ``x`` as an operand, and ``scale`` multiplies products of a polynomial and an
+        operand. The second result is computed apart if the step ``is_followed`` by another.
         """
         a, b, c = step
         gram = self.gram(operand)
-        z = self.of_grams(gram, None, _combined, c * self.scale**-2, gram, b)
+        z = self.gram_product(gram, None, _combined, c * self.scale**-2, gram, b)
         how: dict[str, Any] = {"preferred_element_type": x.dtype}
         if is_followed and self.rounds:
             operands = (scale, x, a, self.scale)
@@ -206,17 +181,17 @@ class Form(NamedTuple):
         # adds the identity where the row and the column are equal.
         row = jnp.arange(gram.shape[-1])
         (a, b, c), *others = coefficients
-        z = self.of_grams(gram, None, _combined, c * inverse, gram, b)
+        z = self.gram_product(gram, None, _combined, c * inverse, gram, b)
         factor = None
         for next_a, b, c in others:
-            right = self.of_grams(gram, z, _combined, inverse, gram, a)
-            gram = self.of_grams(z, right, _combined, inverse, right, a)
-            next_z = self.of_grams(gram, gram, _combined, c * inverse, gram, b)
+            right = self.gram_product(gram, z, _combined, inverse, gram, a)
+            gram = self.gram_product(z, right, _combined, inverse, right, a)
+            next_z = self.gram_product(gram, gram, _combined, c * inverse, gram, b)
             if factor is None:
                 operands = (inverse, a, z, next_a, next_z, row[:, None], row)
-                factor = self.of_grams(z, next_z, _product_of_sums, *operands)
+                factor = self.gram_product(z, next_z, _product_of_sums, *operands)
             else:
-                factor = self.of_grams(factor, next_z, _combined, inverse, factor, next_a)
+                factor = self.gram_product(factor, next_z, _combined, inverse, factor, next_a)
             a, z = next_a, next_z
         assert factor is not None
         result: Array = self.times(factor, x)

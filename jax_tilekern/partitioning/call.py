@@ -137,44 +137,42 @@ def lower_partitioned(
     # Devices may share what they all have, and XLA does not say how many they are.
     text = _text(operation, platform, params, xla.devices_of(ctx) if rule.shared else 1)
     await_partition(text, described, ctx, platform)
-    if rule.leader is not None:
-        values = _following(ctx, platform, values, rule)
+    if rule.results_follow is not None:
+        values = _without_conflicts(ctx, platform, values, rule, rule.results_follow)
     return xla.emit_call(ctx, values, rule, text)
 
 
-def _following(
-    ctx: Any, platform: str, values: Sequence[Any], rule: ShardingRule
+def _without_conflicts(
+    ctx: Any, platform: str, values: Sequence[Any], rule: ShardingRule, first: int
 ) -> tuple[Any, ...]:
-    """Return the operands, those after the leader without shardings that conflict with its own.
+    """Return the operands, without shardings that conflict with that of the operand ``first``.
 
-    XLA propagates the operand's sharding through a call of ``_FOLLOWING`` unless the leader's
-    conflicts with it. Then the call's result gets the sharding that the leader gives to its user.
+    XLA propagates another operand's sharding through a call of ``_FOLLOWING`` unless it conflicts
+    with the first one's. Then the call's result has the sharding that follows from the first.
     """
-    leader = rule.leader
-    assert leader is not None
     text = _text(_FOLLOWING, platform, {})
 
     def followed(i: int) -> Any:
-        if i == leader:
+        if i == first:
             return values[i]
-        of_pair = ctx.replace(
-            avals_in=[ctx.avals_in[leader], ctx.avals_in[i]], avals_out=[ctx.avals_in[i]]
+        pair_ctx = ctx.replace(
+            avals_in=[ctx.avals_in[first], ctx.avals_in[i]], avals_out=[ctx.avals_in[i]]
         )
         own = rule.operands[i]
-        common = tuple(label if label in own else None for label in rule.operands[leader])
+        common = tuple(label if label in own else None for label in rule.operands[first])
         sizes = {label: rule.sizes[label] for label in own if label is not None}
         both = ShardingRule((common, own), (own,), sizes, flops=0)
-        (value,) = xla.emit_call(of_pair, (values[leader], values[i]), both, text)
+        (value,) = xla.emit_call(pair_ctx, (values[first], values[i]), both, text)
         return value
 
     return tuple(map(followed, range(len(values))))
 
 
-def _rule_of_following(leader: Any, x: Any) -> ShardingRule:
-    """Return the rule by which a call of ``_FOLLOWING`` is partitioned: it reads no leader."""
+def _rule_of_following(first: Any, x: Any) -> ShardingRule:
+    """Return the rule by which a call of ``_FOLLOWING`` is partitioned: it reads ``x`` alone."""
     dims = tuple(range(x.ndim))
     sizes = sizes_of((dims, x.shape))
-    return ShardingRule(((None,) * leader.ndim, dims), (dims,), sizes, flops=0)
+    return ShardingRule(((None,) * first.ndim, dims), (dims,), sizes, flops=0)
 
 
 _FOLLOWING = PartitionedOperation("following", _rule_of_following, lambda _, x: [x])

@@ -56,9 +56,9 @@ class ShardingRule:
     gatherable
         Labels along which devices may gather operands that are split alike: parts of a result that
         lacks the label may be larger than the operands.
-    leader
-        The operand like which the results are split where the operands are split unlike each other.
-        Without it XLA may replicate the results then.
+    results_follow
+        The operand whose sharding the results take where operands are sharded differently. Without
+        it XLA may replicate the results then.
     """
 
     operands: tuple[Dims, ...]
@@ -75,7 +75,7 @@ class ShardingRule:
     shared: frozenset[int] = frozenset()
     blocked: frozenset[int] = frozenset()
     gatherable: frozenset[int] = frozenset()
-    leader: int | None = None
+    results_follow: int | None = None
 
     @property
     def epilogue_operands(self) -> range:

@@ -162,7 +162,7 @@ def cholesky(a: ArrayLike, *, upper: bool = False, symmetrize_input: bool = True
         return factor.mT if upper else factor
 
     theirs = functools.partial(jnp.linalg.cholesky, upper=upper, symmetrize_input=symmetrize_input)
-    return _computed("cholesky", _of_square(theirs), ours, a)
+    return _computed("cholesky", _if_square(theirs), ours, a)
 
 
 @functools.partial(jax.jit, static_argnames=("permute_l", "overwrite_a", "check_finite"))
@@ -429,7 +429,7 @@ def eigh(a: ArrayLike, UPLO: str | None = None, symmetrize_input: bool = True) -
     ours = functools.partial(
         decompositions.eigh, vectors=True, lower=UPLO != "U", symmetrize=symmetrize_input
     )
-    return _computed("eigh", _of_square(theirs), ours, a, refusal=refusal_of_decomposition)
+    return _computed("eigh", _if_square(theirs), ours, a, refusal=refusal_of_decomposition)
 
 
 @functools.partial(jax.jit, static_argnames=("UPLO", "symmetrize_input"))
@@ -459,7 +459,7 @@ def eigvalsh(a: ArrayLike, UPLO: str | None = "L", *, symmetrize_input: bool = T
         lower = UPLO != "U"
         return decompositions.eigh(a, vectors=False, lower=lower, symmetrize=symmetrize_input)[0]
 
-    return _computed("eigvalsh", _of_square(theirs), ours, a, refusal=refusal_of_decomposition)
+    return _computed("eigvalsh", _if_square(theirs), ours, a, refusal=refusal_of_decomposition)
 
 
 @functools.partial(jax.jit, static_argnames=("mode",))
@@ -754,13 +754,13 @@ def _solve_by_factors(a: Array, b: Array) -> Array:
 def _with_vectors(function: Any, a: Array, b: Array, *, vectors: bool) -> Array:
     """Broadcast leading dimensions, each of the right-hand sides being a vector or a matrix."""
 
-    def of_vector(a: Array, b: Array) -> Array:
+    def vector_function(a: Array, b: Array) -> Array:
         x: Array = function(a, b[:, None])
         return x[:, 0]
 
     a, b = split_alike([_leading_labels(a, 2), _leading_labels(b, 1 if vectors else 2)], (a, b))
     signature = "(n,n),(n)->(n)" if vectors else "(n,n),(n,m)->(n,m)"
-    mapped = jnp.vectorize(of_vector if vectors else function, signature=signature)
+    mapped = jnp.vectorize(vector_function if vectors else function, signature=signature)
     result: Array = mapped(a, b)
     return result
 
@@ -791,10 +791,10 @@ def _computed(
     *operands: ArrayLike,
     refusal: Callable[[Array], str | None] = _refusal,
 ) -> Result:
-    """Compute a call by our function, or by JAX's if there is a reason, which ``explain`` shows.
+    """Compute a call by ``ours``, or by JAX's ``theirs`` for a reason that ``explain`` shows.
 
-    Operands are converted to the type that JAX's function computes in. It raises errors about them.
-    The results have its structure.
+    Operands are converted to the type that JAX's function computes in. JAX's function raises the
+    errors about them, and the results have its structure.
     """
     types, structure = jax.tree.flatten(compat.type_of_whole(theirs, *operands))
     arrays = [_as_type(x, types[0].dtype) for x in operands]
@@ -805,20 +805,20 @@ def _computed(
     return result
 
 
-def _of_square(function: Callable[[Array], Any]) -> Callable[[Array], Any]:
+def _if_square(function: Callable[[Array], Any]) -> Callable[[Array], Any]:
     """Return one of JAX's functions that refuses rows and columns.
 
-    In older versions of JAX it adds the transpose, which broadcasts them to a matrix.
+    JAX adds the transpose, which broadcasts them to a matrix.
     """
 
-    def of_square(a: Array) -> Any:
+    def checked(a: Array) -> Any:
         result = function(a)
         shape = jnp.shape(a)
         if shape[-1] != shape[-2]:
             raise ValueError(f"matrices have the shape [..., n, n], not {shape}")
         return result
 
-    return of_square
+    return checked
 
 
 def _as_type(x: ArrayLike, dtype: Any) -> Array:
@@ -862,7 +862,7 @@ def _det_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arra
     permuted = jnp.take_along_axis(a_dot, permutation[..., None], axis=-2)
     x = matrices.triangular_solve(factors, permuted, left_side=True, lower=True, unit_diagonal=True)
     upper = factors.at[..., -1, -1].set(1)
-    # A second zero among the pivots makes the adjugate zero, or not to be had from these factors.
+    # With a second zero among the pivots the adjugate is zero, or does not follow from the factors.
     deficient = jnp.any(diagonal[..., :-1] == 0, axis=-1)
     upper = jnp.where(deficient[..., None, None], jnp.eye(a.shape[-1], dtype=a.dtype), upper)
     x = matrices.triangular_solve(upper, scales[..., None] * x, left_side=True, lower=False)

@@ -51,10 +51,7 @@ class Products:
     workspace_bytes: list[int] = field(default_factory=list)
 
     def reserving(self, sms: int) -> Products:
-        """Return products that are planned to leave so many SMs to launches beside them.
-
-        Persistent CTAs, which compute in float32, leave them free; other kernels take every SM.
-        """
+        """Return products that leave SMs to launches beside them, if their CTAs are persistent."""
         return dataclasses.replace(self, gpu=dataclasses.replace(self.gpu, reserved_sms=sms))
 
     def launches(
@@ -66,10 +63,7 @@ class Products:
         strides: tuple[int, int, int],
         result: str,
     ) -> Iterable[Launch]:
-        """Return the launches of a product of extents m, n and k.
-
-        ``result`` is what is stored, of the product ``x0`` and of what was there, ``x1``.
-        """
+        """Return the launches that store ``result`` of a product ``x0`` and the old ``x1``."""
         dtype = self.dtype
         lhs_strides, rhs_strides, out_strides = ((stride, 1) for stride in strides)
         added = Epilogue(

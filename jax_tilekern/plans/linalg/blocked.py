@@ -42,26 +42,12 @@ _PASSES = 6
 
 @dataclass(frozen=True)
 class LargeMatrices:
-    """An operation on large square matrices.
+    """An operation on large square matrices."""
 
-    Attributes
-    ----------
-    operation
-        ``"inverse"``, by LU factors that XLA computes, or ``"triangular_solve"``.
-    count
-        How many matrices there are.
-    size
-        Rows and columns of each.
-    columns
-        Right-hand sides of each; read for ``"triangular_solve"`` alone.
-    dtype
-        Their element type.
-    """
-
-    operation: str
-    count: int
-    size: int
-    columns: int
+    operation: str  # "inverse", by LU factors that XLA computes, or "triangular_solve"
+    count: int  # number of matrices
+    size: int  # rows and columns of each
+    columns: int  # right-hand sides of each, for "triangular_solve"
     dtype: np.dtype[Any]
 
     def library_seconds(self) -> float:

@@ -110,28 +110,14 @@ def plan_cholesky(count: int, size: int, symmetrize: bool, gpu: Gpu) -> LaunchPl
 
 @dataclass(frozen=True)
 class _Factorization:
-    """The launches between the first and the last.
-
-    Attributes
-    ----------
-    count, size
-        The matrices of the operand and of the result, and their rows.
-    factor
-        The result.
-    matrix
-        What is left to factor, extended to whole blocks. The further ones follow it.
-    parts, exponents
-        The hi and lo parts of each row of the factors, and their exponent.
-    compiled
-        The kernels.
-    gpu
-        The GPU to plan for.
-    """
+    """The launches between the first and the last."""
 
     count: int
     size: int
-    factor: Buffer
+    factor: Buffer  # the result
+    # What is left to factor, extended to whole blocks. The matrices of a batch follow one another.
     matrix: Matrix
+    # The hi and lo parts of each row of the factors, and its exponent.
     parts: Buffer
     exponents: Buffer
     compiled: Compiled

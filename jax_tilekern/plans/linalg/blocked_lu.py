@@ -187,7 +187,7 @@ class Elimination:
         )  # fmt: skip
 
     def eliminate(self, compiled: Compiled, matrix: Matrix, spaces: Workspaces) -> Iterator[Launch]:
-        """Yield the launches that leave the upper factor, and what is right of it eliminated.
+        """Yield the launches that leave the upper factor, and eliminate what is right of it.
 
         With a workspace for multiples, the inverse of the unit lower factor is below the upper one.
         """

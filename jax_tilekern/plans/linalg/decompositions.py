@@ -24,22 +24,13 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class FasterSizes:
-    """Sizes of matrices that a kernel decomposes faster than XLA does.
+    """Sizes of matrices that a kernel decomposes faster than XLA does."""
 
-    Attributes
-    ----------
-    square, rectangular
-        The maximum number of rows and columns, or 0 if the kernel is not faster.
-    least
-        The minimum of the larger one of both.
-    count
-        The minimum number of matrices.
-    """
-
+    # The maximum number of rows and columns, or 0 if the kernel is not faster.
     square: int = 0
     rectangular: int = 0
-    least: int = 1
-    count: int = 10_000
+    least: int = 1  # the minimum of the larger one of rows and columns
+    count: int = 10_000  # the minimum number of matrices
 
     def include(self, count: int, rows: int, columns: int) -> bool:
         """Whether a batch of matrices is among them."""
@@ -59,26 +50,15 @@ FASTER["svd", "float32"].append(FasterSizes(square=64, rectangular=64, least=33,
 
 @dataclass(frozen=True)
 class Decomposition:
-    """A decomposition of a batch of contiguous matrices.
+    """A decomposition of a batch of contiguous matrices."""
 
-    Attributes
-    ----------
-    name
-        ``"svd"``, ``"eigh"`` or ``"qr"``.
-    count, rows, columns
-        How many matrices there are, and their sizes.
-    dtype
-        Their element type.
-    flags
-        Further template arguments: whether vectors are computed, and whether bases are full, or
-        which triangle of a symmetric matrix is read.
-    """
-
-    name: str
+    name: str  # "svd", "eigh" or "qr"
     count: int
     rows: int
     columns: int
     dtype: np.dtype[Any]
+    # Further template arguments: whether vectors are computed, and whether bases are full, or which
+    # triangle of a symmetric matrix is read.
     flags: tuple[bool, ...]
 
     @property
@@ -145,20 +125,8 @@ def plan_decomposition(
 ) -> LaunchPlan | NoKernel:
     """Plan and compile a decomposition.
 
-    Parameters
-    ----------
-    problem
-        The call.
-    results
-        For each result of the kernel, the position of the call's result. One that the kernel does
-        not write has another's.
-    gpu
-        The GPU at hand.
-
-    Raises
-    ------
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernel with.
+    ``results`` has the position of the call's result for each result of the kernel; for one that
+    the kernel does not write, it has that of another.
     """
     if current_policy() != "kernels" and not problem.is_faster_than_xla:
         return NoKernel(

@@ -31,21 +31,11 @@ _THREAD_COLUMNS = 2
 
 @dataclass(frozen=True)
 class SmallMatrices:
-    """A batch of contiguous square matrices.
+    """A batch of contiguous square matrices."""
 
-    Attributes
-    ----------
-    count
-        How many there are.
-    size
-        Rows and columns of each, at most ``MAX_SIZE``.
-    dtype
-        Their element type, one of ``DTYPES``.
-    """
-
-    count: int
-    size: int
-    dtype: np.dtype[Any]
+    count: int  # number of matrices
+    size: int  # rows and columns of each, at most MAX_SIZE
+    dtype: np.dtype[Any]  # one of DTYPES
 
     def kernel(self, file: str, name: str, *arguments: int) -> Kernel:
         """Return a kernel for these matrices, with further template arguments."""
@@ -61,24 +51,12 @@ class SmallMatrices:
 
 @dataclass(frozen=True)
 class MatrixKernel:
-    """A kernel, and how it divides matrices among threads.
-
-    Attributes
-    ----------
-    matrices
-        The batch.
-    kernel
-        What is compiled.
-    lanes
-        Lanes that share a matrix, a power of two.
-    threads
-        Threads of a CTA.
-    """
+    """A kernel, and how it divides matrices among threads."""
 
     matrices: SmallMatrices
     kernel: Kernel
-    lanes: int
-    threads: int = _WARP
+    lanes: int  # lanes that share a matrix, a power of two
+    threads: int = _WARP  # of a CTA
 
     @property
     def blocks(self) -> int:
@@ -87,10 +65,7 @@ class MatrixKernel:
 
     @property
     def alignment(self) -> int:
-        """Bytes to which the first matrix is aligned of threads that synchronise with each other.
-
-        They load and store so many at once.
-        """
+        """Alignment of the matrices that threads which synchronise load at once, in bytes."""
         together = max(_WARP, self.lanes) // self.lanes
         elements = together * self.matrices.size**2
         return math.gcd(_VECTOR_BYTES, elements * self.matrices.dtype.itemsize)
@@ -98,18 +73,10 @@ class MatrixKernel:
 
 @dataclass(frozen=True)
 class Columns:
-    """Right-hand sides of each matrix of a batch.
+    """Right-hand sides of each matrix of a batch."""
 
-    Attributes
-    ----------
-    count
-        How many each matrix has.
-    contiguous
-        Whether each is contiguous, and not a column of a row-major matrix.
-    """
-
-    count: int
-    contiguous: bool = False
+    count: int  # of each matrix
+    contiguous: bool = False  # whether each is contiguous, and not a column of a row-major matrix
 
 
 def inverse_kernel(matrices: SmallMatrices) -> MatrixKernel:
@@ -158,22 +125,7 @@ def columns_at_once(columns: Columns) -> int:
 
 
 def plan_matrices(kernel: MatrixKernel, results: int, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan and compile a kernel of matrices alone.
-
-    Parameters
-    ----------
-    kernel
-        One of those above. Its first result is as the operand.
-    results
-        How many there are; those after the first are of integers.
-    gpu
-        The GPU at hand.
-
-    Raises
-    ------
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernel with.
-    """
+    """Plan and compile a kernel of matrices; results after the first are of integers."""
     integers = (np.dtype(np.int32).itemsize,) * (results - 1)
     return _plan(
         kernel,
@@ -185,13 +137,7 @@ def plan_matrices(kernel: MatrixKernel, results: int, gpu: Gpu) -> LaunchPlan | 
 
 
 def plan_columns(kernel: MatrixKernel, columns: Columns, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan and compile a kernel of matrices and right-hand sides, whose result is as the latter.
-
-    Raises
-    ------
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernel with.
-    """
+    """Plan and compile a kernel of matrices and right-hand sides, whose shape the result has."""
     if columns.count >= 2**31:
         return NoKernel(f"{columns.count} right-hand sides (at most {2**31 - 1})")
     matrices = kernel.matrices
