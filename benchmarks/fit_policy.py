@@ -24,7 +24,7 @@ from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import KNOWN_GPUS
 from jax_tilekern.plans.policy.choice import base_microseconds
 from jax_tilekern.plans.policy.model import FILES, FORMAT, DeviceModel, Forest, model_of
-from jax_tilekern.plans.policy.workload import of_candidate
+from jax_tilekern.plans.policy.workload import candidate_numbers
 
 HELP = "fit the policy's predictions for a device to measured calls"
 
@@ -205,7 +205,9 @@ class _Rows:
 
 
 def _candidate_numbers(call: MeasuredCall, position: int) -> tuple[float, ...]:
-    return of_candidate(call.candidates[position], call.candidates[0], call.workload, call.device)
+    return candidate_numbers(
+        call.candidates[position], call.candidates[0], call.workload, call.device
+    )
 
 
 def _fitted(device: DeviceModel, calls: Sequence[MeasuredCall], operation: str) -> dict[str, Any]:

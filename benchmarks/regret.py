@@ -38,7 +38,7 @@ from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.policy import choose, policy
-from jax_tilekern.plans.policy.workload import of_product
+from jax_tilekern.plans.policy.workload import product_workload
 from jax_tilekern.plans.tuned import XLA, product_text
 from jax_tilekern.tuning.random_operands import Operands, beyond_cache
 
@@ -136,7 +136,7 @@ def _chosen(row: Record, gpu: Gpu) -> str:
     timed = (
         [] if isinstance(found, NoKernel) else [x for x in found if x.key in row["microseconds"]]
     )
-    taken = choose(of_product(product), timed, gpu).candidate if timed else None
+    taken = choose(product_workload(product), timed, gpu).candidate if timed else None
     return XLA if taken is None else taken.key
 
 

@@ -14,7 +14,7 @@ from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.policy import choose
-from jax_tilekern.plans.policy.workload import of_product
+from jax_tilekern.plans.policy.workload import product_workload
 
 pytestmark = pytest.mark.defaults
 
@@ -61,7 +61,7 @@ def chosen(device, m, n, k, dtype, out, *, lhs_strides=None, out_strides=None, b
         batch, m, n, k, lhs_strides or (*inner, k, 1), (*inner, n, 1), out_strides or (*inner, n, 1)
     )
     product = Product(geometry, *map(jnp.dtype, (dtype, dtype, out)), dtype)
-    return choose(of_product(product), ["a kernel"], device)
+    return choose(product_workload(product), ["a kernel"], device)
 
 
 @pytest.mark.parametrize(("dtype", "out"), [("bfloat16", "bfloat16"), ("int8", "int32")])

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jax_tilekern as jtk
-from jax_tilekern.interop.result_types import of_any_size, product_type
+from jax_tilekern.interop.result_types import evaluated_at_any_size, product_type
 
 TYPES = ("float32", "bfloat16", "int8", "int32", "complex64", "bool")
 
@@ -64,7 +64,7 @@ def test_a_function_is_traced_once_for_all_sizes():
     known = {}
     for shape in ((7, 9), (100, 3), (5, 5), (1, 4)):
         aval = jax.typeof(np.zeros(shape, np.float32))
-        (found,) = of_any_size(
+        (found,) = evaluated_at_any_size(
             lambda avals: known.setdefault(avals, None) or known.update({avals: evaluate(avals)})
             or known[avals], [aval],
         )  # fmt: skip

@@ -30,37 +30,23 @@ from jax_tilekern.plans.gemm.arithmetic import BF16, F16, FP8
 
 _SIXTEEN_BITS = (F16, BF16)
 _CONVERSION = 2
-# What logistic takes more than tanh, which nothing uses then, and the two operations after it.
+# Instructions of logistic, less those of the tanh that it makes unused and of the two operations
+# after the tanh.
 _LOGISTIC_FOR_TANH = -7
 
 
 @dataclass(frozen=True)
 class CudaText:
-    """A scalar function in CUDA.
+    """A scalar function in CUDA."""
 
-    Attributes
-    ----------
-    statements
-        C++ statements. ``x0`` is the accumulator and ``x1``, ``x2``, ... are the operands.
-    results
-        The C++ expression of each result, elements before values that are reduced.
-    instructions
-        An estimate of the instructions of one evaluation.
-    """
-
+    # In C++, where x0 is the accumulator and x1, x2, ... are the operands.
     statements: tuple[str, ...]
-    results: tuple[str, ...]
-    instructions: int
+    results: tuple[str, ...]  # C++ expressions: elements, then values that are reduced
+    instructions: int  # an estimate for one evaluation
 
 
 def cuda_text(function: ScalarFunction) -> CudaText:
-    """Translate a scalar function.
-
-    Raises
-    ------
-    Untranslatable
-        If CUDA does not compute a primitive, or has no such type.
-    """
+    """Translate a scalar function; raise ``Untranslatable`` if a primitive or type has no CUDA."""
     for atom, kind in zip(function.jaxpr.jaxpr.outvars, function.reductions, strict=True):
         if kind is not None and computed_type(_dtype(atom)) != "float":
             raise Untranslatable(f"no kernel reduces rows of {_dtype(atom)}")
@@ -80,13 +66,7 @@ def cuda_text(function: ScalarFunction) -> CudaText:
 
 
 def computed_type(dtype: np.dtype[Any]) -> str:
-    """Return the C++ type that values of a type are computed in.
-
-    Raises
-    ------
-    Untranslatable
-        If there is none.
-    """
+    """Return the C++ type that values of a type are computed in, if there is one."""
     if dtype in _SIXTEEN_BITS:
         return "float"
     # NumPy says that some 8-bit floats are of the kind "f".
@@ -102,9 +82,9 @@ class ScalarWriter:
         self.statements: list[str] = []
         self._to_16_bits = to_16_bits
         self.instructions = 0
-        # The call that a name stands for, unless it is rounded.
+        # The call whose value each name has, unless the value is rounded.
         self._calls: dict[str, tuple[str, list[str]]] = {}
-        # What a name is rounded from.
+        # The expression before rounding, for each name of a rounded value.
         self._unrounded: dict[str, str] = {}
 
     def inlined(
@@ -178,9 +158,9 @@ class ScalarWriter:
     def _simplified(
         self, function: str, operands: list[str], dtype: np.dtype[Any]
     ) -> tuple[str, list[str]]:
-        """Write (1 + tanh(x)) / 2, which gelu has, as logistic(2 x).
+        """Write ``(1 + tanh(x)) / 2``, which gelu has, as ``logistic(2 x)``.
 
-        It takes fewer instructions, and is accurate where it is small.
+        It takes fewer instructions, and is accurate where the result is small.
         """
         if dtype.kind != "f":
             return function, operands
@@ -217,9 +197,9 @@ class ScalarWriter:
         return name
 
     def stored(self, expression: str, given: np.dtype[Any], wanted: np.dtype[Any]) -> str:
-        """Return what is stored as ``wanted`` of an expression of the type ``given``.
+        """Return what is stored as ``wanted`` for an expression of the type ``given``.
 
-        A store rounds. If results were rounded before it, ptxas would serialize the MMAs.
+        A store rounds. If results were rounded before the store, ptxas would serialize the MMAs.
         """
         if given == wanted and wanted in _SIXTEEN_BITS:
             return self._unrounded.get(expression, expression)
@@ -254,7 +234,7 @@ def rounded(expression: str, dtype: np.dtype[Any]) -> str:
 
 
 def literal(value: np.ndarray, dtype: np.dtype[Any]) -> str:
-    """Return a number as a C++ expression of the type that it is computed in."""
+    """Return a number as a C++ expression, in the type in which it is computed."""
     kind = computed_type(dtype)
     number = value.astype(dtype).item()
     if kind == "bool":

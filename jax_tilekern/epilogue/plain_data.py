@@ -32,7 +32,7 @@ class _NotPlain(Exception):
 def to_data(function: ScalarFunction) -> dict[str, Any] | None:
     """Return a function as plain data, or ``None`` if it has none.
 
-    The values are numbered: first the operands, then the result of each equation. A value is such a
+    The values are numbered: first the operands, then the result of each equation. A value is its
     number, or the type and the value of a literal.
     """
     jaxpr = function.jaxpr.jaxpr

@@ -14,24 +14,12 @@ _ANY = _NUMBERS + _BOOL
 
 
 class Translation(NamedTuple):
-    """How CUDA computes a primitive.
+    """How CUDA computes a primitive."""
 
-    Attributes
-    ----------
-    function
-        Its name in ``tilekern::lax``.
-    kinds
-        Kinds of the operands' types, as ``numpy.dtype.kind`` has them.
-    instructions
-        About how many instructions an evaluation in float32 takes, for cost models.
-    in_float32
-        Whether it may be computed in float32 and rounded where the type has 16 bits.
-    """
-
-    function: str
-    kinds: str
-    instructions: int = 1
-    in_float32: bool = True
+    function: str  # its name in tilekern::lax
+    kinds: str  # the operands' numpy.dtype.kind
+    instructions: int = 1  # About those of an evaluation in float32, for cost models.
+    in_float32: bool = True  # whether float32, rounded, computes 16-bit types
 
 
 def _same_name(kinds: str, instructions: Mapping[str, int]) -> dict[str, Translation]:

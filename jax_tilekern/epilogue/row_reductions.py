@@ -15,24 +15,16 @@ from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import RowQuantization, RowReductionKind
 from jax_tilekern.plans.quantize import flag, fp8_type
 
-# What becomes of the values of a row.
+# How the values of a row are reduced, or quantised.
 RowKind = RowReductionKind | RowQuantization
 
 
 @dataclass(frozen=True)
 class RowReduction:
-    """A result of an epilogue that follows from rows, along the last dimension of the product.
+    """A result of an epilogue that is computed of each row of the product."""
 
-    Attributes
-    ----------
-    value
-        The value of one element.
-    kind
-        How the values of a row are reduced, or quantised.
-    """
-
-    value: Any
-    kind: RowKind
+    value: Any  # of one element
+    kind: RowKind  # how the values of a row are reduced, or quantised
 
 
 jax.tree_util.register_dataclass(RowReduction, ("value",), ("kind",))

@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_tilekern.epilogue.row_reductions import RowKind, RowReduction, reduced
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.global_modes import with_modes_of_now
+from jax_tilekern.interop.global_modes import with_current_modes
 from jax_tilekern.partitioning.explicit import split_alike
 from jax_tilekern.plans.contraction import Labels
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
@@ -49,24 +49,12 @@ _KINDS = {
 
 
 class Role(NamedTuple):
-    """What errors call a function of scalars, and its operands.
+    """How errors name a function of scalars and its operands."""
 
-    Attributes
-    ----------
-    call
-        The function whose argument it is.
-    argument
-        Which argument it is.
-    name
-        The function's name, if another one is traced in its place.
-    operand
-        What an operand is called, by its number.
-    """
-
-    call: str
+    call: str  # the function whose argument it is
     argument: Literal["epilogue", "activation", "function"] = "epilogue"
-    name: str | None = None
-    operand: str = "operand {} of the epilogue"
+    name: str | None = None  # the user's function, if another one is traced in its place
+    operand: str = "operand {} of the epilogue"  # what an operand is called, by its number
 
     def of(self, function: Callable[..., Any]) -> str:
         """Return what errors call a function."""
@@ -80,34 +68,18 @@ OWN = Role("jax_tilekern")
 
 @dataclass(frozen=True, eq=False)
 class ScalarFunction:
-    """A function of scalars.
+    """A function of scalars."""
 
-    Attributes
-    ----------
-    name
-        What ``explain`` calls it.
-    jaxpr
-        ``(accumulator, *operands) -> results``, without constants.
-    python
-        The same in Python.
-    out_dtypes
-        Types that the results are cast to.
-    reductions
-        How each result is reduced over rows of the product, or how these are quantised; ``None``
-        for elements. Those come first, and quantised rows last.
-    names
-        What ``checkpoint_name`` has called values inside it.
-    is_closure
-        Whether it reads values of the program itself. It is then evaluated where it was traced, and
-        is no parameter of a primitive.
-    """
-
-    name: str
-    jaxpr: compat.ClosedJaxpr
-    python: Callable[..., list[Any]]
-    out_dtypes: tuple[np.dtype[Any], ...]
+    name: str  # what explain calls it
+    jaxpr: compat.ClosedJaxpr  # (accumulator, *operands) -> results, without constants
+    python: Callable[..., list[Any]]  # the same in Python
+    out_dtypes: tuple[np.dtype[Any], ...]  # types that the results are cast to
+    # For each result: ``None`` for elements, which come first, or how it is reduced over rows of
+    # the product; quantised rows come last.
     reductions: tuple[RowKind | None, ...]
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # names that checkpoint_name has given to values inside it
+    # Whether it reads values of the program. It is then evaluated where it was traced, and is no
+    # parameter of a primitive.
     is_closure: bool = False
 
     @functools.cached_property
@@ -159,9 +131,9 @@ class ScalarFunction:
         )
 
     def with_reductions_in_float32(self) -> ScalarFunction:
-        """Return the function with float32 reductions, of which devices combine parts.
+        """Return the function with float32 reductions, whose parts devices combine.
 
-        They are those of the same values. Exact types and wider ones stay.
+        Reductions of exact types and of wider ones stay as they are.
         """
 
         def widened(dtype: np.dtype[Any], kind: RowKind | None) -> np.dtype[Any]:
@@ -191,9 +163,9 @@ class ScalarFunction:
         ]
 
     def without_quantization(self) -> tuple[ScalarFunction, list[int]]:
-        """Return the function of elements and reductions, and which result each of its is.
+        """Return the function of elements and reductions, and the position of each of its results.
 
-        It has the values that are quantised as elements: those of :attr:`sources`.
+        Values that are quantised are elements: those of :attr:`sources`.
         """
         kept = dict.fromkeys(self.sources)
         kinds = {i: x if isinstance(x, str) else None for i, x in enumerate(self.reductions)}
@@ -225,7 +197,8 @@ class ScalarFunction:
     def result_labels(self, out: Labels) -> list[Labels]:
         """Return the labels of each result of a product.
 
-        Blocks come first in scales of quantised rows, so that those of adjacent rows are adjacent.
+        In the scales of quantised rows blocks come first, so that the scales of adjacent rows are
+        adjacent.
         """
 
         def labels(kind: RowKind | None) -> Labels:
@@ -245,14 +218,10 @@ class ScalarFunction:
         return [jnp.asarray(x, dtype) for x, dtype in zip(results, self.out_dtypes, strict=True)]
 
     def over_labels(self, out: Labels, operands: Sequence[Labels]) -> Callable[..., list[Any]]:
-        """Return the function of arrays of which this is the function of every element.
+        """Return the function of arrays that applies this function to every element.
 
-        Parameters
-        ----------
-        out
-            Labels of the accumulators and of the results, of which reductions lack the last one.
-        operands
-            Those of each operand; it is broadcast over the others of ``out``.
+        ``out`` labels the accumulators and the results, of which reductions lack the last label. An
+        operand is broadcast over labels that it lacks.
         """
         assert not self.quantizes
         function: Callable[..., Any] = self.__call__
@@ -276,21 +245,11 @@ class ScalarFunction:
 
 
 class TracedFunction(NamedTuple):
-    """What tracing gives.
-
-    Attributes
-    ----------
-    function
-        The function, elements before reductions.
-    closed_over
-        Scalars that it closes over, which are further operands.
-    nested
-        Nests its results as the user's function does.
-    """
+    """The result of tracing."""
 
     function: ScalarFunction
-    closed_over: list[Any]
-    nested: Callable[[Sequence[Any]], Any]
+    closed_over: list[Any]  # scalars that it closes over, which are more operands
+    nested: Callable[[Sequence[Any]], Any]  # nests its results as the user's function does
 
 
 def trace_scalars(
@@ -300,26 +259,10 @@ def trace_scalars(
     operands: Sequence[np.dtype[Any]],
     role: Role = OWN,
 ) -> TracedFunction:
-    """Trace a user's function on scalars.
+    """Trace a user's ``function(accumulator, *operands)`` on scalars of these types.
 
-    Parameters
-    ----------
-    function
-        ``function(accumulator, *operands)``.
-    accumulator
-        Type of the accumulator. A result in this type is rounded to that of the product, a result
-        in any other type keeps it.
-    product
-        Type of the product without an epilogue.
-    operands
-        Types of the operands.
-    role
-        What errors call it.
-
-    Raises
-    ------
-    TypeError
-        If it is not a function of scalars.
+    A result in the accumulator's type is rounded to that of the product, a result in any other type
+    keeps it. Raises ``TypeError`` if it is not a function of scalars.
     """
     if not callable(function):
         raise TypeError(
@@ -329,7 +272,7 @@ def trace_scalars(
     called, (meaning, hint) = role.of(function), _KINDS[role.argument]
     avals = [_scalar(dtype) for dtype in (accumulator, *operands)]
     # The function may be traced anew in a rule.
-    function = with_modes_of_now(function)
+    function = with_current_modes(function)
     try:
         with compat.without_mesh():
             traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
@@ -401,10 +344,9 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def _has_typed_functions(jaxpr: compat.Jaxpr) -> bool:
-    """Whether a jaxpr has others inside, whose types differ from those of values of this mesh.
+    """Whether a jaxpr has branches, loops or functions with derivatives of their own inside.
 
-    These are branches, loops and functions with derivatives of their own. They were traced without
-    the mesh.
+    On a mesh their types differ from those of values, because they were traced without the mesh.
     """
     kinds = {jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Manual}
     has_types = not kinds.isdisjoint(jax.sharding.get_abstract_mesh().axis_types)
@@ -430,10 +372,10 @@ def _results(called: str, shapes: Any) -> tuple[Any, tuple[RowKind | None, ...]]
 
 
 def _evaluate_without_names(jaxpr: compat.Jaxpr, count: int, *args: Any) -> list[Any]:
-    """Evaluate a jaxpr on as many operands, and on constants.
+    """Evaluate a jaxpr on ``count`` operands, and on constants.
 
     Names are left out, because policies are asked about those of the whole call. Jitted functions
-    are inlined, because the types of what is in them may have another mesh than that of now.
+    are inlined, because the types in them may have another mesh than the current one.
     """
 
     def equation(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -450,8 +392,7 @@ def _evaluate_without_names(jaxpr: compat.Jaxpr, count: int, *args: Any) -> list
 
 
 def _scalar(dtype: np.dtype[Any]) -> jax.core.ShapedArray:
-    # jax.ShapeDtypeStruct has no 64-bit types where x64 is off, but arrays do.
-    """Return the type of a scalar, which may have 64 bits where x64 is off."""
+    # Unlike jax.ShapeDtypeStruct, it may have 64 bits where x64 is off.
     return jax.core.ShapedArray((), dtype)
 
 

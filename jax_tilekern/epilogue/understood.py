@@ -1,4 +1,4 @@
-"""What a translation understands of an equation: it refuses the rest.
+"""The parameters of primitives that translations understand; others are refused.
 
 A version of JAX may give a primitive another parameter, or a parameter another value, that changes
 what the primitive computes. Therefore each primitive that is translated declares its parameters,
@@ -46,7 +46,7 @@ def anything(_: Any) -> bool:
 
 
 def one_of(*values: Any) -> Callable[[Any], bool]:
-    """Return what accepts some values."""
+    """Return a function that accepts some values."""
     return lambda value: value in values
 
 
@@ -64,20 +64,10 @@ def all_of(names: str) -> Parameters:
 
 
 def refuse_unknown(eqn: Any, understood: Parameters | None = None) -> None:
-    """Refuse an equation that a translation is not right for.
+    """Raise ``Untranslatable`` for an equation that a translation is not right for.
 
-    Parameters
-    ----------
-    eqn
-        The equation.
-    understood
-        The parameters of its primitive; those of :data:`PARAMETERS` by default.
-
-    Raises
-    ------
-    Untranslatable
-        If the equation has another parameter, a value of a parameter that is not accepted, an
-        effect, or a device of its own.
+    ``understood`` has the parameters of its primitive, by default those of :data:`PARAMETERS`. An
+    effect, or a device of its own, is not understood either.
     """
     name = eqn.primitive.name
     if understood is None:

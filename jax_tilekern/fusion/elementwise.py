@@ -18,18 +18,10 @@ Shape = tuple[int, ...]
 
 
 class Reading(NamedTuple):
-    """An array that is read by elements, broadcast to a shape.
+    """An array that is read element by element, broadcast to a shape."""
 
-    Attributes
-    ----------
-    array
-        A variable, or a number.
-    dims
-        The dimension of the shape that each dimension of the array is.
-    """
-
-    array: Any
-    dims: tuple[int, ...]
+    array: Any  # a variable, or a number
+    dims: tuple[int, ...]  # the dimension of the shape for each dimension of the array
 
 
 def read(atom: Any, shape: Shape) -> Reading | None:
@@ -39,10 +31,10 @@ def read(atom: Any, shape: Shape) -> Reading | None:
 
 
 def readings(eqn: Any, shape: Shape, *, with_rule: bool = True) -> list[Reading] | None:
-    """Return how an equation reads its operands if it computes every element of a shape by itself.
+    """Return how an equation reads its operands if it computes each element of a shape by itself.
 
-    A broadcast is such an equation too. A function with a derivative rule is one if its rule is,
-    unless ``with_rule`` is false: a rule may contain its own function.
+    A broadcast is such an equation, and a function with a derivative rule if its rule consists of
+    such equations. ``with_rule=False`` ignores the rule, which may contain its own function.
     """
     name = eqn.primitive.name
     if not (name in ("broadcast_in_dim", "custom_jvp_call") or is_elementwise(name)):
@@ -66,8 +58,8 @@ def elementwise_first(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
     """Return a jaxpr with each elementwise equation as soon as its operands are known.
 
     A product takes equations as its epilogue up to the first other use of their values. In a
-    backward pass, products that read the cotangent of one value stand before the elementwise
-    equations that compute that of another.
+    backward pass, products that read the cotangent of one value precede the elementwise equations
+    that compute that of another.
     """
     if jaxpr.effects:
         return jaxpr

@@ -17,7 +17,7 @@ from jax_tilekern.epilogue.scalars import equation_of_scalars
 from jax_tilekern.fusion.elementwise import elementwise_first, inlined_call, is_elementwise_jit
 from jax_tilekern.fusion.groups import Group, find_groups, product_of
 from jax_tilekern.fusion.in_place import operands_to_overwrite
-from jax_tilekern.inspection.tracing import is_array, of_arrays
+from jax_tilekern.inspection.tracing import bind_non_arrays, is_array
 from jax_tilekern.interop import compat, linen
 from jax_tilekern.interop.global_modes import by_types
 from jax_tilekern.interop.patch import patch
@@ -89,25 +89,25 @@ def fuse(
 
     @functools.wraps(function)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        return linen.of_variables(_evaluated, function)(*args, **kwargs)
+        return linen.lifted_over_variables(_evaluated, function)(*args, **kwargs)
 
     return _FusedFunction(evaluated, static_argnums, static_argnames)  # type: ignore[return-value]
 
 
 @patch
 def _evaluated(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Evaluate a function, of whose arguments those that are no arrays are constants."""
-    call, arrays = of_arrays(function, args, kwargs, lambda x: isinstance(x, jax.Array))
+    """Evaluate a function; its arguments that are no arrays are constants."""
+    call, arrays = bind_non_arrays(function, args, kwargs, lambda x: isinstance(x, jax.Array))
     traced, shapes = jax.make_jaxpr(call, return_shape=True)(*arrays)
     results = _fused(traced, arrays)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 class _FusedFunction:
-    """What :func:`fuse` returns: the interface of what ``jax.jit`` returns.
+    """The result of :func:`fuse`, with the interface of the result of ``jax.jit``.
 
-    Its methods are those of a class, since ``functools.wraps`` copies attributes of a function, and
-    JAX takes a function with a method ``trace`` for a jitted one.
+    Its methods are those of a class, because ``functools.wraps`` copies attributes of a function,
+    and JAX takes a function with a method ``trace`` for a jitted one.
     """
 
     def __init__(
@@ -140,24 +140,26 @@ class _FusedFunction:
         return self if instance is None else types.MethodType(self, instance)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lower the function, as that of what ``jax.jit`` returns."""
+        """Lower the function, as a jitted one."""
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Trace the function, as that of what ``jax.jit`` returns."""
+        """Trace the function, as a jitted one."""
         if self._can_jit(args, kwargs):
             return self._jitted.trace(*args, **kwargs)
         # Numbers are constants, as in a call.
         described = jax.Array, np.ndarray, jax.ShapeDtypeStruct
-        call, arrays = of_arrays(self._evaluated, args, kwargs, lambda x: isinstance(x, described))
+        call, arrays = bind_non_arrays(
+            self._evaluated, args, kwargs, lambda x: isinstance(x, described)
+        )
         return jax.jit(call).trace(*arrays)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the results' shapes, as that of what ``jax.jit`` returns."""
+        """Return the results' shapes, as a jitted function."""
         return self.trace(*args, **kwargs).out_info
 
     def clear_cache(self) -> None:
-        """Forget what is compiled, as that of what ``jax.jit`` returns."""
+        """Forget compiled programs, as a jitted function."""
         self._jitted.clear_cache()
 
     def _can_jit(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -172,7 +174,7 @@ def _static_arguments(
     argnums: int | Sequence[int] | None,
     argnames: str | Iterable[str] | None,
 ) -> set[int | str]:
-    """Return positions and names of static arguments, of which ``jax.jit`` infers the missing."""
+    """Return positions and names of static arguments; each may be given by either."""
     if argnums is None and argnames is None:
         return set()
     parameters = [*inspect.signature(function).parameters]
@@ -190,7 +192,9 @@ def _fused(closed: Any, operands: Sequence[Any]) -> list[Any]:
     inlined = jax.make_jaxpr(functools.partial(_inlined, closed.jaxpr, closed.consts))(*operands)
     jaxpr = elementwise_first(inlined.jaxpr)
     results = _Evaluation(jaxpr, inlined.consts, operands).results()
-    return [_of_type(x, atom.aval) for x, atom in zip(results, closed.jaxpr.outvars, strict=True)]
+    return [
+        _with_weak_type(x, atom.aval) for x, atom in zip(results, closed.jaxpr.outvars, strict=True)
+    ]
 
 
 def _has_products(jaxpr: compat.Jaxpr) -> bool:
@@ -303,7 +307,7 @@ class _Evaluation:
                 in_place=in_place,
             )
         for x, value in zip(group.results, results, strict=True):
-            self._values[x] = _of_type(value, x.aval)
+            self._values[x] = _with_weak_type(value, x.aval)
 
 
 def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -331,5 +335,5 @@ def _labelled(x: Any, dims: Sequence[int], out: Sequence[int]) -> tuple[Any, tup
     return jax.lax.squeeze(x, dropped), tuple(out[dims[i]] for i in kept)
 
 
-def _of_type(x: Any, aval: Any) -> Any:
+def _with_weak_type(x: Any, aval: Any) -> Any:
     return compat.with_type(x, aval.dtype, aval.weak_type) if aval.weak_type else x

@@ -2,8 +2,8 @@
 
 A product takes the equations that read it, and those that read these, up to the first other use of
 any of their values. The kernel then stores the fewest arrays from which everything else can be
-computed: the values that something other than a fusion of XLA's reads, and, if further values are
-used, one array that they follow from, which may be the product itself. Other elementwise equations
+computed: the values that something other than a fusion of XLA's reads, and, if other values are
+used, one array from which they follow, which may be the product itself. Other elementwise equations
 are computed from those by XLA, or by the epilogues that read them.
 """
 
@@ -55,28 +55,15 @@ class TracedProduct:
 
 @dataclass(frozen=True)
 class Group:
-    """A product and the equations that are its epilogue.
-
-    Attributes
-    ----------
-    product, eqn
-        The product, and its equation.
-    equations
-        The epilogue's equations in their order, and how each reads its operands.
-    last
-        Position of the last of them, where the fused product is computed.
-    results
-        Variables that it computes; the product itself may be one.
-    operands
-        What the epilogue reads.
-    """
+    """A product and the equations that are its epilogue."""
 
     product: TracedProduct
     eqn: Any
+    # The epilogue's, in their order, and how each reads its operands.
     equations: tuple[tuple[Any, list[Reading]], ...]
-    last: int
-    results: tuple[Any, ...]
-    operands: tuple[Reading, ...]
+    last: int  # position of the last of them, where the fused product is computed
+    results: tuple[Any, ...]  # variables that it computes, which may include the product itself
+    operands: tuple[Reading, ...]  # arrays that the epilogue reads
 
 
 def product_of(eqn: Any) -> TracedProduct | None:
@@ -86,7 +73,7 @@ def product_of(eqn: Any) -> TracedProduct | None:
         return None
     if name == "dot_general":
         lhs, rhs = eqn.invars
-        contraction = Contraction.of_dot_general(
+        contraction = Contraction.from_dot_general(
             lhs.aval.ndim, rhs.aval.ndim, params["dimension_numbers"]
         )
     else:
@@ -107,9 +94,9 @@ def product_of(eqn: Any) -> TracedProduct | None:
 
 
 def find_groups(jaxpr: compat.Jaxpr) -> tuple[list[Group], set[int]]:
-    """Return the products of a jaxpr that have an epilogue, and the other equations' positions.
+    """Return the products of a jaxpr with an epilogue, and the positions of the other equations.
 
-    Equations that only epilogues need are not among the latter.
+    Equations that only epilogues need are among neither.
     """
     finder = _Finder(jaxpr)
     for position, eqn in enumerate(jaxpr.eqns):
@@ -232,12 +219,12 @@ class _Finder:
         self, source: Any, values: Sequence[Any], taken: dict[int, list[Reading]]
     ) -> tuple[Any, ...]:
         """Return which values to store."""
-        further = {
+        other_uses = {
             x: [use for use in self._uses[x] if use.eqn is None or use.eqn not in taken]
             for x in values
         }
-        stored = [x for x in values if any(use.stored for use in further[x])]
-        rest = [x for x in values if further[x] and x not in stored]
+        stored = [x for x in values if any(use.stored for use in other_uses[x])]
+        rest = [x for x in values if other_uses[x] and x not in stored]
 
         def follow_from(given: Sequence[Any]) -> bool:
             """Whether the rest is computed from these values, without the product."""

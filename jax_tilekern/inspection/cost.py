@@ -39,8 +39,6 @@ def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> di
     Examples
     --------
     >>> import jax
-
-    from jax_tilekern.inspection.tracing import traced
     >>> import jax.numpy as jnp
     >>> import jax_tilekern as jtk
     >>> x = jax.ShapeDtypeStruct((64, 128), jnp.float32)

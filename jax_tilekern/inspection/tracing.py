@@ -13,17 +13,11 @@ import numpy as np
 def traced(
     caller: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> jax.stages.Traced:
-    """Trace a function as ``jax.jit`` does.
+    """Trace a function as ``jax.jit`` does; one that is jitted keeps its static arguments.
 
-    Parameters
-    ----------
-    caller
-        What traces it.
-    function
-        Any function of arrays. One that is jitted already keeps its static arguments.
-    args, kwargs
-        Its arguments: trees of arrays, ``jax.ShapeDtypeStruct`` and numbers. Other leaves, such as
-        the functions inside a model, are static. So are those of the result.
+    Arguments are trees of arrays, ``jax.ShapeDtypeStruct`` and numbers. Other leaves, such as the
+    functions inside a model, are static, and so are those of the result. Errors name the
+    ``caller``.
     """
     if not callable(function):
         raise TypeError(
@@ -38,7 +32,7 @@ def traced(
     if trace is not None:
         own: jax.stages.Traced = trace(*args, **kwargs)
         return own
-    call, arrays = of_arrays(function, args, kwargs, is_array)
+    call, arrays = bind_non_arrays(function, args, kwargs, is_array)
 
     def arrays_of_result(*arrays: Any) -> list[Any]:
         return [leaf for leaf in jax.tree.leaves(call(*arrays)) if is_array(leaf)]
@@ -52,7 +46,7 @@ def is_array(leaf: Any) -> bool:
     return described or isinstance(leaf, bool | int | float | complex | np.generic)
 
 
-def of_arrays(
+def bind_non_arrays(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

@@ -83,7 +83,7 @@ __all__ = [
     "lower_per_platform",
     "mlir",
     "name_p",
-    "of_one_element",
+    "one_element_axis",
     "partial_eval",
     "partition_id",
     "ragged_dot_general_p",
@@ -384,12 +384,9 @@ def traced_from(eqn: Any) -> AbstractContextManager[None]:
 
 
 def bind_equation(eqn: Any, operands: Sequence[Any], mesh: Any = None) -> list[Any]:
-    """Evaluate an equation as :func:`eval_jaxpr` does; return its results.
-
-    It is evaluated on the mesh that it was traced on, or on another one.
-    """
-    of_types = contextlib.nullcontext() if mesh is None else _mesh.use_abstract_mesh(mesh)
-    with traced_from(eqn), eqn.ctx.manager, of_types:
+    """Evaluate an equation as :func:`eval_jaxpr` does, on its own mesh or on ``mesh``."""
+    in_mesh = contextlib.nullcontext() if mesh is None else _mesh.use_abstract_mesh(mesh)
+    with traced_from(eqn), eqn.ctx.manager, in_mesh:
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -573,7 +570,7 @@ def sharding_under_vmap(axis_data: Any, sharding: Any, dim: int) -> Any:
     return None if sharding is None else _batching.get_sharding_for_vmap(axis_data, sharding, dim)
 
 
-def of_one_element(axis_data: Any) -> Any:
+def one_element_axis(axis_data: Any) -> Any:
     """Return the data of an axis of one element, which devices do not share."""
     return _batching.AxisData(axis_data.name, 1, None, None)
 

@@ -4,7 +4,7 @@ A mode such as ``jax_enable_x64`` may be a context around a part of the user's p
 the rules of a primitive at other times: it differentiates, batches and lowers a function outside of
 such a context. So rules, and functions that compute with values of their own, run in modes that
 follow from the types of their arguments alone (:func:`by_types`, :func:`mode_independent`). What
-the user wrote runs in the modes of the user's call (:func:`with_modes_of_now`).
+the user wrote runs in the modes of the user's call (:func:`with_current_modes`).
 
 ``patch`` makes primitives trace to operations of this library, by :func:`intercept`. JAX traces
 an operation by ``primitive.bind``, which is shadowed with a function that tests a flag. The flag is
@@ -51,7 +51,7 @@ class Modes(NamedTuple):
     matmul_precision: Any = None
 
     @classmethod
-    def of_now(cls) -> Modes:
+    def current(cls) -> Modes:
         """Return the values of this thread's contexts."""
         config: Any = jax.config
         return cls(
@@ -68,7 +68,7 @@ class Modes(NamedTuple):
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Return a context in which the modes have these values."""
-        if self == self.of_now():
+        if self == self.current():
             yield
             return
         with (
@@ -103,9 +103,9 @@ def mode_independent(function: Callable[P, R]) -> Callable[P, R]:
     return independent
 
 
-def with_modes_of_now(function: Callable[P, R]) -> Callable[P, R]:
+def with_current_modes(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function of the user's mean, at any later time, what it means now."""
-    modes = Modes.of_now()
+    modes = Modes.current()
 
     @functools.wraps(function)
     def as_now(*args: P.args, **kwargs: P.kwargs) -> R:

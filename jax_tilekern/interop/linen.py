@@ -13,15 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 
-def of_variables(evaluate: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def lifted_over_variables(
+    evaluate: Callable[..., Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return ``evaluate`` of a function, and of a method's variables if it is one of a module.
 
-    Parameters
-    ----------
-    evaluate
-        ``evaluate(function, *args, **kwargs)`` returns the results of a function.
-    function
-        A function, or a method whose first argument may be a module.
+    ``evaluate(function, *args, **kwargs)`` returns the results of a function.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +35,7 @@ def _lifted(evaluate: Callable[..., Any], method: Callable[..., Any]) -> Callabl
     """Return ``evaluate`` of a function of scopes."""
     from flax.core import lift
 
-    def of_groups(
+    def packed(
         scopes_of: Callable[..., Any],
         variables_of: Callable[..., Any],
         variables: Any,
@@ -52,4 +49,4 @@ def _lifted(evaluate: Callable[..., Any], method: Callable[..., Any]) -> Callabl
 
         return evaluate(pure, variables, keys, *args, **kwargs)
 
-    return lift.pack(of_groups, (True,), (True,), (True,), name="fuse", enable_kwargs=True)
+    return lift.pack(packed, (True,), (True,), (True,), name="fuse", enable_kwargs=True)

@@ -31,7 +31,9 @@ def product_type(function: Callable[..., Any], *args: Any, **options: Any) -> An
     if options.get("out_sharding") is not None or not all(isinstance(x, jax.Array) for x in args):
         return trace(*args)
     key = function, tuple(options.items())
-    found = of_any_size(lambda avals: _product_type(key, avals), list(map(jax.typeof, args)))
+    found = evaluated_at_any_size(
+        lambda avals: _product_type(key, avals), list(map(jax.typeof, args))
+    )
     return trace(*args) if found is None else found[0]
 
 
@@ -41,7 +43,7 @@ def _product_type(key: tuple[Any, Any], avals: tuple[Any, ...]) -> list[Any]:
     return [compat.result_type(functools.partial(function, **dict(options)), *avals)]
 
 
-def of_any_size(
+def evaluated_at_any_size(
     evaluate: Callable[[tuple[Any, ...]], Sequence[Any]], avals: Sequence[Any]
 ) -> list[Any] | None:
     """Return the results of ``evaluate`` at abstract values, evaluated at others in their place.

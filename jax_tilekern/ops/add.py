@@ -20,7 +20,7 @@ from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.add import ADDED_DTYPES, AddedDims, plan_add
-from jax_tilekern.plans.policy.workload import of_add
+from jax_tilekern.plans.policy.workload import add_workload
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -128,7 +128,7 @@ def _cpu(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
         return Fallback(f"XLA adds rows of {columns} elements that lie apart")
     call = ffi.CpuCall(ffi.CPU_ADD, dims._asdict())
     kernel = PlannedKernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
-    return chosen_cpu_kernel(of_add(dims, x.aval.dtype), kernel)
+    return chosen_cpu_kernel(add_workload(dims, x.aval.dtype), kernel)
 
 
 _bind = define(

@@ -32,7 +32,7 @@ from jax_tilekern.plans.gemm.arithmetic import (
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import plan_matmul
-from jax_tilekern.plans.policy.workload import of_product
+from jax_tilekern.plans.policy.workload import product_workload
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -336,4 +336,4 @@ def cpu_kernel(product: Product, operands: Sequence[Any]) -> PlannedKernel | Fal
     name = ffi.cpu_matmul_kernel([str(dtype) for dtype in product.dtypes], attributes)
     call = ffi.CpuCall(ffi.CPU_MATMUL, attributes)
     kernel = PlannedKernel(name, product_reason(name, product.arithmetic), call, operands)
-    return chosen_cpu_kernel(of_product(product), kernel)
+    return chosen_cpu_kernel(product_workload(product), kernel)

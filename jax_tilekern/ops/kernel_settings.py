@@ -48,7 +48,7 @@ class Parameters(Mapping[str, Any]):
                     "not hashable, as a static parameter must be"
                 ) from None
         self._kernel, self._values = kernel, dict(values)
-        self.modes = Modes.of_now() if modes is None else modes
+        self.modes = Modes.current() if modes is None else modes
         own = tuple(sorted((name, _exact(value)) for name, value in values.items()))
         self._key = (own, self.modes)
 

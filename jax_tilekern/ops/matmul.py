@@ -321,7 +321,7 @@ def dot_general(
         out_sharding=out_sharding,
     )
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    contraction = Contraction.of_dot_general(lhs.ndim, rhs.ndim, dimension_numbers)
+    contraction = Contraction.from_dot_general(lhs.ndim, rhs.ndim, dimension_numbers)
     role = Role("dot_general")
     return _product(
         lhs, rhs, contraction, result, precision, out_sharding, epilogue, operands, role

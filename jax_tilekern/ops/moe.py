@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.global_modes import by_types, mode_independent, with_modes_of_now
+from jax_tilekern.interop.global_modes import by_types, mode_independent, with_current_modes
 from jax_tilekern.ops.arguments import check_choice, integer
 from jax_tilekern.ops.expert_activation import named, traced_activation
 from jax_tilekern.ops.expert_call import is_one_call, one_call
@@ -307,7 +307,7 @@ def _experts(
         wide = np.dtype(jnp.promote_types(dtype, np.float32))
     traced, read = traced_activation(activation, (dtype, wide))
     arrays = arrays | named(read)
-    as_given = with_modes_of_now(activation)
+    as_given = with_current_modes(activation)
     params: dict[str, Any] = {"precision": precision, "save": save}
     with by_types(arrays, offset, out_dtype):
         if offset is not None:

@@ -252,7 +252,7 @@ def ragged_dot_general(
     (ragged,) = numbers.lhs_ragged_dimensions
     precision = compat.canonicalize_precision(precision)
     sharding = None if out_sharding is None else compat.explicit_sharding(result)
-    dense = Contraction.of_dot_general(lhs.ndim, rhs.ndim, numbers.dot_dimension_numbers)
+    dense = Contraction.from_dot_general(lhs.ndim, rhs.ndim, numbers.dot_dimension_numbers)
     if ragged in lhs_batch:
         if offset is not None:
             raise NotImplementedError("group_offset with a ragged batch dimension")
@@ -298,7 +298,7 @@ def ragged_dot_general(
 
 def rows_by_matrices() -> Contraction:
     """Return the contraction of rows with a matrix for each group, ``mk,gkn->mn``."""
-    dense = Contraction.of_dot_general(2, 3, _ROWS_BY_MATRICES.dot_dimension_numbers)
+    dense = Contraction.from_dot_general(2, 3, _ROWS_BY_MATRICES.dot_dimension_numbers)
     rows, group = dense.lhs[0], dense.rhs[0]
     out = tuple(label for label in dense.dot_general_out if label != group)
     return Contraction(dense.lhs, dense.rhs, out, (group,), rows, group)

@@ -17,7 +17,7 @@ from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
-from jax_tilekern.plans.policy.workload import of_sum
+from jax_tilekern.plans.policy.workload import sum_workload
 from jax_tilekern.plans.reduction.problem import SummedDims
 from jax_tilekern.plans.reduction.select import plan_sum, sum_dtype
 from jax_tilekern.primitives.operation import (
@@ -201,7 +201,7 @@ def _cpu(
     dims = SummedDims.of(aval.shape, axes)
     call = ffi.CpuCall(ffi.CPU_SUM, {"sizes": dims.sizes, "reduced": dims.reduced})
     kernel = PlannedKernel(f"cpu_sum {aval.dtype}", f"sizes {dims.sizes}", call, (x,))
-    return chosen_cpu_kernel(of_sum(dims, aval.dtype, dtype), kernel)
+    return chosen_cpu_kernel(sum_workload(dims, aval.dtype, dtype), kernel)
 
 
 _bind = define(

@@ -16,7 +16,7 @@ from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.cpu import is_streamed
-from jax_tilekern.plans.policy.workload import of_transpose
+from jax_tilekern.plans.policy.workload import transpose_workload
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.select import plan_transpose
 from jax_tilekern.primitives.operation import (
@@ -145,7 +145,7 @@ def _cpu(operands: Sequence[Operand], _: Any, *, axes: Axes) -> PlannedKernel | 
         {"sizes": sizes, "permutation": order, "stream": int(is_streamed(permutation))},
     )
     kernel = PlannedKernel("cpu_transpose", f"sizes {sizes} in the order {order}", call, (x.value,))
-    return chosen_cpu_kernel(of_transpose(permutation), kernel)
+    return chosen_cpu_kernel(transpose_workload(permutation), kernel)
 
 
 _bind = define(

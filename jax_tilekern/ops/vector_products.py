@@ -73,7 +73,7 @@ def dot(
     product = contract(
         a,
         b,
-        contraction=Contraction.of_dot_general(a.ndim, b.ndim, (contracted, ((), ()))),
+        contraction=Contraction.from_dot_general(a.ndim, b.ndim, (contracted, ((), ()))),
         precision=compat.canonicalize_precision(precision),
         out_dtype=result.dtype,
         out_sharding=None if out_sharding is None else compat.explicit_sharding(result),

@@ -114,8 +114,8 @@ def local_program(
             term = function.sum(*own[: partition.rule.epilogue_from])
             total = _completed(partition, partition.sum, term, function.dtype)
             labels = partition.rule.epilogue_sum
-            of_sum = Shard(partition, dict(zip(labels, partition.sum.spec, strict=True)))
-            results = function.epilogue(total, *localised(of_sum, *local))
+            sum_shard = Shard(partition, dict(zip(labels, partition.sum.spec, strict=True)))
+            results = function.epilogue(total, *localised(sum_shard, *local))
         else:
             results = function(*own)
         combined_by = partition.rule.combined_by or ("sum",) * len(results)

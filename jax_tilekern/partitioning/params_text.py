@@ -68,14 +68,14 @@ def to_text(value: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfText:
+class _Keyed:
     text: str
     value: Any = dataclasses.field(compare=False)
 
 
 @compat.cached(max_size=1024, trace_context_in_key=False)
-def _first(of_text: _OfText) -> Any:
-    return of_text.value
+def _first(keyed: _Keyed) -> Any:
+    return keyed.value
 
 
 def shared(value: Any) -> Any:
@@ -87,7 +87,7 @@ def shared(value: Any) -> Any:
     data = _codecs[name].to_data(value) if name in _codecs else None
     if data is None or not is_plain(data):
         return value
-    return _first(_OfText(to_text({name: data}), value))
+    return _first(_Keyed(to_text({name: data}), value))
 
 
 def from_text(text: str) -> Any:

@@ -70,8 +70,8 @@ def has_other_devices(ctx: Any) -> bool:
 def devices_of(ctx: Any) -> int:
     """Return the number of devices of a ``jit``, or 1 elsewhere."""
     context = ctx.module_context.axis_context
-    is_of_jit = isinstance(context, _sharding_impls.ShardingContext)
-    return int(context.num_devices) if is_of_jit else 1
+    in_jit = isinstance(context, _sharding_impls.ShardingContext)
+    return int(context.num_devices) if in_jit else 1
 
 
 def uses_shardy() -> bool:
@@ -155,11 +155,11 @@ def _count_readers(call: Any) -> None:
         for use in value.uses:
             if use.operand_number != place or use.owner == call:
                 continue
-            of_other = _text_and_readers_of(use.owner)
-            if of_other is None or text is None or of_other[0] != text[0]:
+            other_text = _text_and_readers_of(use.owner)
+            if other_text is None or text is None or other_text[0] != text[0]:
                 continue
             others.append(use.owner)
-            found = max(found, of_other[1][place] if of_other[1] else 1)
+            found = max(found, other_text[1][place] if other_text[1] else 1)
             if found == _MOST_READERS:
                 break
         counts.append(min(_MOST_READERS, max(found, len(others) + 1)))
@@ -218,13 +218,13 @@ def _sharding_rule_attribute(
     def mapping(dims: Dims, shape: Sequence[int]) -> Any:
         own = []
         for label, size in zip(dims, shape, strict=True):
-            of_dimension = [] if label is None else [factors[label]]
+            dim_factors = [] if label is None else [factors[label]]
             # What the label does not count, the dimension has a factor of its own for.
             rest = size if label is None else size // rule.sizes[label]
             if label is None or (label in rule.blocked and rest > 1):
-                of_dimension.append(len(sizes))
+                dim_factors.append(len(sizes))
                 sizes.append(rest)
-            own.append(of_dimension)
+            own.append(dim_factors)
         return _sdy.TensorMappingAttr.get(
             dim_mappings=[_sdy.DimMappingAttr.get(factor_indices=x) for x in own]
         )

@@ -63,7 +63,7 @@ class Contraction:
     group: int | None = None
 
     @classmethod
-    def of_dot_general(
+    def from_dot_general(
         cls,
         lhs_ndim: int,
         rhs_ndim: int,

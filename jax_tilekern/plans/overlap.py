@@ -212,9 +212,9 @@ def scatter_plan(
     """
     n = len(term.alignments) - 1
     terms = [Buffer(n + 2, i * parts * part_bytes) for i in range(axis.size - 1)]
-    of_term = [*map(Buffer, range(n)), Buffer(n + 1)]
-    of_total = [*map(Buffer, read), *terms, Buffer(n + 1)]
-    launches, workspaces = _placed([term, total], [of_term, of_total], n + 4)
+    term_buffers = [*map(Buffer, range(n)), Buffer(n + 1)]
+    total_buffers = [*map(Buffer, read), *terms, Buffer(n + 1)]
+    launches, workspaces = _placed([term, total], [term_buffers, total_buffers], n + 4)
     alignments = list(term.alignments[:n])
     for i, alignment in zip(read, total.alignments, strict=False):
         alignments[i] = max(alignments[i], alignment)

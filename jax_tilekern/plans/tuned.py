@@ -187,13 +187,13 @@ def using(choices: TunedChoices | str | os.PathLike[str]) -> Iterator[TunedChoic
     if not isinstance(choices, TunedChoices | str | os.PathLike):
         raise TypeError(f"using: choices is {choices!r}; it is TunedChoices or the path of a file")
     if not isinstance(choices, TunedChoices):
-        choices = _of_file(Path(choices), Path(choices).read_bytes())
+        choices = _file_choices(Path(choices), Path(choices).read_bytes())
     with _current(choices):
         yield choices
 
 
 @functools.lru_cache(maxsize=64)
-def _of_file(path: Path, content: bytes) -> TunedChoices:
+def _file_choices(path: Path, content: bytes) -> TunedChoices:
     """Return the choices of a file, the same object for one content: JAX's caches compare it."""
     choices = TunedChoices(None)
     choices.add(*_parsed(path, content))

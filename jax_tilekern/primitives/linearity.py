@@ -32,7 +32,7 @@ def tangents_out(
 ) -> list[Any]:
     """Return the tangents of ``results = bind(*primals)``.
 
-    Tangents of operands outside every group are the caller's to refuse.
+    The caller refuses tangents of operands outside every group.
     """
     terms = []
     for group in groups:
@@ -50,13 +50,7 @@ def tangents_out(
 def cotangents_in(
     rules: Rules, cotangent: Any, operands: Sequence[Any], params: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the cotangents of the operands that are not known, ``None`` for the others.
-
-    Raises
-    ------
-    TypeError
-        If the operation is not linear in the unknown operands together.
-    """
+    """Return the cotangents of the unknown operands, ``None`` for the others."""
     unknown = {i for i, operand in enumerate(operands) if ad.is_undefined_primal(operand)}
     for group in rules:
         if unknown <= set(group):
@@ -82,14 +76,14 @@ def jvp_of(
     """Differentiate a function with respect to the operands that have a tangent."""
     differentiated = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
 
-    def of_differentiated(*values: Array) -> Sequence[Array]:
+    def function(*values: Array) -> Sequence[Array]:
         operands = list(primals)
         for i, value in zip(differentiated, values, strict=True):
             operands[i] = value
         return reference(*operands, **params)
 
     return jax.jvp(
-        of_differentiated,
+        function,
         [primals[i] for i in differentiated],
         [tangents[i] for i in differentiated],
     )

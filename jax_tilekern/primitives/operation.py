@@ -33,7 +33,7 @@ from jax_tilekern.interop.compat import ad, mlir, partial_eval
 from jax_tilekern.interop.global_modes import by_types, by_xla, mode_independent
 from jax_tilekern.interop.outcomes import listed_below, record_choice, record_elsewhere
 from jax_tilekern.interop.primitive import Primitive
-from jax_tilekern.interop.result_types import of_any_size
+from jax_tilekern.interop.result_types import evaluated_at_any_size
 from jax_tilekern.partitioning import params_text, xla
 from jax_tilekern.partitioning.agreement import require_agreement
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
@@ -59,37 +59,19 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedKernel:
-    """A planner's answer: this kernel computes the call.
+    """A planner's answer: this kernel computes the call."""
 
-    Attributes
-    ----------
-    name
-        The kernel, as ``explain`` shows it.
-    reason
-        Why it was chosen.
-    call
-        What runs: a launch plan on a GPU, or a call of a CPU handler.
-    operands
-        MLIR values of the arrays that it reads, row-major in memory. They need not be the call's
-        own operands.
-    aliases
-        Operands whose memory results take: positions in ``operands`` and among the results.
-    scratch
-        Types of results after the call's own, which nothing reads. One that takes an operand's
-        memory is a copy of it that the kernel works on.
-    checked
-        Whether the launch is checked, as ``debug`` of :func:`jax_tilekern.cuda_kernel` says.
-    predicted_us
-        The predicted times, where the policy chose between the kernel and XLA's operation.
-    """
-
-    name: str
+    name: str  # as explain shows it
     reason: str
-    call: LaunchPlan | ffi.CpuCall
+    call: LaunchPlan | ffi.CpuCall  # a launch plan on a GPU, or a call of a CPU handler
+    # MLIR values of the arrays that it reads, row-major in memory; not always the call's operands.
     operands: Sequence[Any]
+    # Positions in ``operands`` whose memory results take, and of these results.
     aliases: Mapping[int, int] = field(default_factory=dict)
+    # Types of results after the call's own, which nothing reads. One that takes an operand's memory
+    # is a copy of it that the kernel works on.
     scratch: Sequence[Any] = ()
-    checked: bool = False
+    checked: bool = False  # Whether the launch is checked, as by ``debug`` of ``cuda_kernel``.
     predicted_us: PredictedUs = NOT_PREDICTED
 
 
@@ -103,10 +85,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A planner's answer: XLA's own operation computes the call, for a reason in words.
-
-    ``predicted_us`` has the predicted times, where that is predicted to be as fast as a kernel.
-    """
+    """A planner's answer: XLA's own operation computes the call, for a reason in words."""
 
     reason: str
     predicted_us: PredictedUs = NOT_PREDICTED
@@ -277,11 +256,11 @@ def define(operation: Operation) -> Callable[..., Any]:
             result = bind(*operands, **params)
             return result, [None] * len(result) if operation.several_results else None
         if axis_data.size == 0:
-            return of_no_element(axis_data, operands, dims, params)
+            return batch_no_element(axis_data, operands, dims, params)
         return operation.batch(axis_data, operands, dims, **params)
 
     @mode_independent
-    def of_no_element(
+    def batch_no_element(
         axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], params: Params
     ) -> tuple[Any, Any]:
         """Return empty results where the rule gives batches, and its results where it does not.
@@ -295,13 +274,13 @@ def define(operation: Operation) -> Callable[..., Any]:
         ]
         found: list[int | None] = []
 
-        def of_one(*operands: Any) -> list[Any]:
-            axis = compat.of_one_element(axis_data)
+        def batch_one(*operands: Any) -> list[Any]:
+            axis = compat.one_element_axis(axis_data)
             results, out = operation.batch(axis, operands, dims, **params)
             found.extend(out if operation.several_results else [out])
             return list(results) if operation.several_results else [results]
 
-        traced = jax.make_jaxpr(of_one)(*one)
+        traced = jax.make_jaxpr(batch_one)(*one)
         jaxpr, used = partial_eval.dce_jaxpr(traced.jaxpr, [d is None for d in found])
         read = (x for x, is_used in zip(one, used, strict=True) if is_used)
         unbatched = iter(compat.eval_jaxpr(jaxpr, traced.consts, *read))
@@ -375,8 +354,8 @@ def _register_derivatives(
         bound = functools.partial(bind, **params)
         results = bound(*primals)
         if linear is None:
-            _, of_reference = jvp_of(operation.reference, primals, tangents, **params)
-            derived = list(of_reference) if operation.several_results else [of_reference]
+            _, derivative = jvp_of(operation.reference, primals, tangents, **params)
+            derived = list(derivative) if operation.several_results else [derivative]
         else:
             derived = tangents_out(bound, linear, primals, tangents, results)
         if operation.several_results:
@@ -392,14 +371,14 @@ def _register_derivatives(
             linear = groups(moving, params)
             bound = functools.partial(bind, **params)
             if linear is not None:
-                return taylor.of_multilinear(bound, linear, primals, series)
+                return taylor.multilinear_polynomials(bound, linear, primals, series)
         rule = jvp or jvp_by_linearity
 
         def jvp_of_lists(*args: Any) -> tuple[Sequence[Any], Sequence[Any]]:
             results, tangents = rule(*args, **params)
             return (results, tangents) if operation.several_results else ([results], [tangents])
 
-        return taylor.of_differentiable(jvp_of_lists, primals, series)
+        return taylor.differentiable_polynomials(jvp_of_lists, primals, series)
 
     def transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
         cotangents = cotangent if operation.several_results else [cotangent]
@@ -477,7 +456,7 @@ def _abstract_evaluation(operation: Operation) -> Callable[..., Any]:
         key = tuple(sorted(params.items()))
         results = None
         if operation.any_size(**params):
-            results = of_any_size(lambda x: evaluate(x, key), avals)
+            results = evaluated_at_any_size(lambda x: evaluate(x, key), avals)
         results = evaluate(avals, key) if results is None else results
         return results if operation.several_results else results[0]
 
@@ -546,10 +525,10 @@ def _outcome(
 
 def _without_plan(operands: Sequence[Any], results: Sequence[Any]) -> str | None:
     """Return why sizes allow no plan, if they do not."""
-    sizes, of_results = ([size for x in avals for size in x.shape] for avals in (operands, results))
-    if not all(isinstance(size, int) for size in (*sizes, *of_results)):
+    if not all(isinstance(size, int) for x in (*operands, *results) for size in x.shape):
         return "a plan needs every size, and this shape is symbolic"
-    return "an operand is empty, so there is nothing to compute" if 0 in sizes else None
+    is_empty = any(0 in x.shape for x in operands)
+    return "an operand is empty, so there is nothing to compute" if is_empty else None
 
 
 def obstacle(place: Place, avals: Sequence[Any]) -> str | None:

@@ -27,22 +27,13 @@ Split = tuple[Any, Any, Sequence[bool], Sequence[bool], list[compat.Var]]
 
 
 class Saved(NamedTuple):
-    """What is saved of a call with several results where a policy saves the product in it.
+    """What is saved of a call with several results where a policy saves the product in it."""
 
-    Attributes
-    ----------
-    position
-        Which result it is.
-    others
-        ``others(saved, *operands)`` gives the other results from it and the operands after the
-        first two.
-    names
-        Names that ``checkpoint_name`` has given to values inside the call. A policy that saves one
-        of them saves the result.
-    """
-
-    position: int
+    position: int  # which result is saved
+    # Others(saved, *operands) gives the other results from it and the operands after the first two.
     others: Callable[..., Sequence[Any]]
+    # Names that ``checkpoint_name`` has given to values inside the call. A policy that saves one of
+    # them saves the result.
     names: Sequence[str] = ()
 
 
@@ -51,16 +42,10 @@ def register(
     stands_for: StandsFor,
     saved: Callable[..., Saved | None] | None = None,
 ) -> None:
-    """Make checkpoint policies see ``primitive`` as the one it stands for.
+    """Make checkpoint policies see a primitive of the library as one of JAX's.
 
-    Parameters
-    ----------
-    primitive
-        A primitive of the library whose first two operands are those of JAX's.
-    stands_for
-        The primitive of JAX's.
-    saved
-        ``saved(**params)`` says what is saved of several results, all of them if it is ``None``.
+    Its first two operands are those of JAX's primitive. ``saved(**params)`` says what is saved of
+    several results, all of them if it is ``None``.
     """
     stands_for = under_traced_settings(stands_for)
     saved = None if saved is None else under_traced_settings(saved)

@@ -20,27 +20,27 @@ from jax_tilekern.primitives.linearity import OperandGroup
 
 Coefficients = Sequence[Sequence[Any]]
 _rules: dict[Any, Any] = jet_rules
-# The results, and for each its further coefficients.
+# The results, and for each its higher coefficients.
 Polynomials = tuple[list[Any], list[list[Any]]]
 
 
 def register(primitive: compat.Primitive, rule: Callable[..., Polynomials]) -> None:
     """Register ``rule(primals, series, **params)``, which returns lists of results."""
 
-    def of_primitive(primals: Sequence[Any], series: Coefficients, **params: Any) -> Any:
-        results, further = rule(primals, series, **params)
-        return (results, further) if primitive.multiple_results else (results[0], further[0])
+    def jet_rule(primals: Sequence[Any], series: Coefficients, **params: Any) -> Any:
+        results, higher = rule(primals, series, **params)
+        return (results, higher) if primitive.multiple_results else (results[0], higher[0])
 
-    _rules[primitive] = of_primitive
+    _rules[primitive] = jet_rule
 
 
-def of_multilinear(
+def multilinear_polynomials(
     bind: Callable[..., Sequence[Any]],
     groups: Sequence[OperandGroup],
     primals: Sequence[Any],
     series: Coefficients,
 ) -> Polynomials:
-    """Return the results and their further coefficients, by Leibniz's rule.
+    """Return the results and their higher coefficients, by Leibniz's rule.
 
     Operands outside every group are constants.
     """
@@ -55,16 +55,16 @@ def of_multilinear(
                 terms.append(bind(*(x[order_of.get(i, 0)] for i, x in enumerate(operands))))
         return [functools.reduce(jnp.add, parts) for parts in zip(*terms, strict=True)]
 
-    results, *further = (coefficient(k) for k in range(order + 1))
-    return results, [list(terms) for terms in zip(*further, strict=True)]
+    results, *higher = (coefficient(k) for k in range(order + 1))
+    return results, [list(terms) for terms in zip(*higher, strict=True)]
 
 
-def of_differentiable(
+def differentiable_polynomials(
     jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]],
     primals: Sequence[Any],
     series: Coefficients,
 ) -> Polynomials:
-    """Return the results and their further coefficients, by the rule of the first derivative.
+    """Return the results and their higher coefficients, by the rule of the first derivative.
 
     The polynomial of ``y`` follows from that of ``dy/dt = jvp(x, dx/dt)``, of one order less.
     """
@@ -84,9 +84,9 @@ def of_differentiable(
     points = [*primals, *(x[0] for x in velocities)]
     if order == 1:
         results, first = with_derivative(*points)
-        further: Coefficients = [[] for _ in first]
+        higher: Coefficients = [[] for _ in first]
     else:
-        (results, first), (_, further) = jet(
+        (results, first), (_, higher) = jet(
             with_derivative,
             points,
             [*(x[: order - 1] for x in series), *(x[1:] for x in velocities)],
@@ -94,5 +94,5 @@ def of_differentiable(
         )
     return results, [
         [(dy / k).astype(y.dtype) for k, dy in enumerate((y, *terms), 1)]
-        for y, terms in zip(first, further, strict=True)
+        for y, terms in zip(first, higher, strict=True)
     ]

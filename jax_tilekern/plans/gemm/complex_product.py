@@ -24,7 +24,7 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import NOT_PREDICTED, NoKernel, PredictedUs
 from jax_tilekern.plans.policy import choose, current_policy
 from jax_tilekern.plans.policy.model import model_of
-from jax_tilekern.plans.policy.workload import of_product
+from jax_tilekern.plans.policy.workload import product_workload
 
 REAL_PARTS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.complex64): F32,
@@ -200,7 +200,7 @@ def verdict_on_cpu(product: ComplexProduct) -> Verdict:
     """Return what computes a complex product on a CPU, where XLA multiplies them slowly."""
     if current_policy() == "kernels":
         return _ASKED
-    work = of_product(product.real)
+    work = product_workload(product.real)
     by_kernel = choose(work, [product.real], current_cpu()).candidate is not None
     copied = sum(product.copied(by_kernel))
     is_new = copied * product.real.out_dtype.itemsize > _NEW_MEMORY
@@ -219,7 +219,7 @@ def verdict_on_gpu(product: ComplexProduct, gpu: Gpu) -> Verdict:
     """Return what computes a complex product on a GPU."""
     if current_policy() == "kernels":
         return _ASKED
-    real, work = product.real, of_product(product.real)
+    real, work = product.real, product_workload(product.real)
     known = model_of(gpu.name)
     rate = known.complex_operations.get(real.arithmetic) if known else None
     if rate is None:

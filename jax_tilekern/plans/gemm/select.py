@@ -24,7 +24,8 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
-from jax_tilekern.plans.policy import choose, current_policy, plan_choice, workload
+from jax_tilekern.plans.policy import choose, current_policy, plan_choice
+from jax_tilekern.plans.policy.workload import product_workload
 from jax_tilekern.plans.tuned import tuned_plan
 
 
@@ -79,7 +80,7 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
         return fused_plan(found, gpu)
     if of_kernels_alone:
         return found[0].plan(gpu)
-    return plan_choice(workload.of_product(product), found, gpu)
+    return plan_choice(product_workload(product), found, gpu)
 
 
 # The time of a kernel that computes half of a product of 16-bit operands, over its estimate: up to
@@ -110,7 +111,7 @@ def _plan_symmetric(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
         return plan_matmul(whole, gpu)
     if asked or isinstance(wholes, NoKernel):
         return best.plan(gpu)
-    ours, xla = choose(workload.of_product(whole), wholes, gpu).predicted_us
+    ours, xla = choose(product_workload(whole), wholes, gpu).predicted_us
     if ours is None or xla is None:
         return plan_matmul(whole, gpu)
     # What the policy knows of a product's kernels holds for half of it.
@@ -187,7 +188,7 @@ def _of_xla(product: Product, gpu: Gpu) -> float:
     found = candidates(plain, gpu)
     if isinstance(found, NoKernel):
         return math.inf
-    ours, xla = choose(workload.of_product(plain), found, gpu).predicted_us
+    ours, xla = choose(product_workload(plain), found, gpu).predicted_us
     if ours is None or xla is None:
         return math.inf
     # What the policy knows of a product holds for a pair: kernels are compared by their estimates.

@@ -16,7 +16,7 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import NOT_PREDICTED, LaunchPlan, NoKernel, PredictedUs
 from jax_tilekern.plans.policy.model import DeviceModel, model_of
 from jax_tilekern.plans.policy.setting import current_policy
-from jax_tilekern.plans.policy.workload import Workload, of_candidate
+from jax_tilekern.plans.policy.workload import Workload, candidate_numbers
 
 _C = TypeVar("_C")
 Device = Gpu | Cpu
@@ -74,8 +74,8 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Poli
     kernels = predicted(known, workload, candidates, device, xla)
     best = int(np.argmin(kernels))
     ours = float(kernels[best])
-    least, of_error = model.margin
-    margin = math.exp(max(least, of_error * model.error([numbers])[0]))
+    least, error_factor = model.margin
+    margin = math.exp(max(least, error_factor * model.error([numbers])[0]))
     times, data = PredictedUs(ours, xla), f"(data of {known.device})"
     if asked or must:
         return PolicyChoice(candidates[best], why, times)
@@ -142,7 +142,7 @@ def predicted(
     """Return the predicted microseconds of each candidate, where XLA takes ``xla``."""
     numbers = known.numbers(workload)
     rows = [
-        (*numbers, *of_candidate(candidate, candidates[0], workload, device))
+        (*numbers, *candidate_numbers(candidate, candidates[0], workload, device))
         for candidate in candidates
     ]
     bases = [base_microseconds(candidate, device, xla) for candidate in candidates]

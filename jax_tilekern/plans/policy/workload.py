@@ -64,7 +64,7 @@ class Workload:
     product: Product | None = None
 
 
-def of_product(product: Product) -> Workload:
+def product_workload(product: Product) -> Workload:
     """Return the workload of a matrix product."""
     g = product.geometry
     arithmetic = _SHORT_NAMES.get(product.arithmetic, product.arithmetic)
@@ -105,7 +105,7 @@ def _trailing_zeros(size: int) -> int:
     return min(_MOST_ZEROS, (size & -size).bit_length() - 1)
 
 
-def of_candidate(
+def candidate_numbers(
     candidate: Any, first: Any, workload: Workload, device: Gpu | Cpu
 ) -> tuple[float, ...]:
     """Return the numbers of a candidate: its estimate, and what its key says of a product's tile.
@@ -170,7 +170,7 @@ def _tile_of(key: str) -> _Tile:
     )
 
 
-def of_sum(dims: SummedDims, dtype: np.dtype[Any], out_dtype: np.dtype[Any]) -> Workload:
+def sum_workload(dims: SummedDims, dtype: np.dtype[Any], out_dtype: np.dtype[Any]) -> Workload:
     """Return the workload of a sum over axes."""
     sizes, reduced = dims.sizes or (1,), dims.reduced or (True,)
     elements = math.prod(sizes)
@@ -188,7 +188,7 @@ def of_sum(dims: SummedDims, dtype: np.dtype[Any], out_dtype: np.dtype[Any]) -> 
     return Workload("sum", 0, total, "", tuple(map(float, features)))
 
 
-def of_transpose(permutation: Permutation) -> Workload:
+def transpose_workload(permutation: Permutation) -> Workload:
     """Return the workload of a permutation of dimensions."""
     widened = permutation.widened
     sizes, order, itemsize = widened.sizes or (1,), widened.order or (0,), widened.itemsize
@@ -206,7 +206,7 @@ def of_transpose(permutation: Permutation) -> Workload:
     return Workload("transpose", 0, 2 * permutation.size_bytes, "", tuple(map(float, features)))
 
 
-def of_add(dims: AddedDims, dtype: np.dtype[Any]) -> Workload:
+def add_workload(dims: AddedDims, dtype: np.dtype[Any]) -> Workload:
     """Return the workload of an elementwise addition."""
     read = [
         math.prod(size for size, stride in zip(dims.sizes, strides, strict=True) if stride)

@@ -10,7 +10,8 @@ import numpy as np
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.plans.policy import plan_choice, workload
+from jax_tilekern.plans.policy import plan_choice
+from jax_tilekern.plans.policy.workload import sum_workload
 from jax_tilekern.plans.reduction.column_sums import column_passes
 from jax_tilekern.plans.reduction.passes import ReductionCandidate, best_first, split_pass
 from jax_tilekern.plans.reduction.problem import Reduction, SummedDims
@@ -101,4 +102,4 @@ def plan_sum(dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu) -> La
     found = sum_candidates(dims, dtype, out_dtype, gpu)
     if isinstance(found, NoKernel):
         return found
-    return plan_choice(workload.of_sum(dims, dtype, out_dtype), found, gpu)
+    return plan_choice(sum_workload(dims, dtype, out_dtype), found, gpu)

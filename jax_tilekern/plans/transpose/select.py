@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.plans.policy import plan_choice, workload
+from jax_tilekern.plans.policy import plan_choice
+from jax_tilekern.plans.policy.workload import transpose_workload
 from jax_tilekern.plans.transpose.candidate import TransposeCandidate, row_transpose, tile_transpose
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.shape import MAX_OUTER_DIMS, SECTOR_BYTES, Matrices
@@ -39,7 +40,7 @@ def plan_transpose(permutation: Permutation, gpu: Gpu) -> LaunchPlan | NoKernel:
     found = transpose_candidate(permutation)
     if isinstance(found, NoKernel):
         return found
-    return plan_choice(workload.of_transpose(permutation), [found], gpu)
+    return plan_choice(transpose_workload(permutation), [found], gpu)
 
 
 def transpose_candidate(permutation: Permutation) -> TransposeCandidate | NoKernel:
