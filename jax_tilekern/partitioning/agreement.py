@@ -23,15 +23,10 @@ _told: dict[str, list[str]] = {}
 
 
 def require_agreement(platform: str) -> None:
-    """Compare what decides between kernels with the other processes of ``jax.distributed``.
+    """Raise an error if another process with the same kind of device decides by other data.
 
     Each process publishes what it decides by, whenever that changes. The processes of a program
     change it in the same order, so the n-th states are compared.
-
-    Raises
-    ------
-    RuntimeError
-        If another process with the same kind of device decides by other data.
     """
     client = _global_state.client
     if client is None or _global_state.num_processes == 1:

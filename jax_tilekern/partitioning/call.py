@@ -55,33 +55,21 @@ from jax_tilekern.plans.tuned import tuned_digest, using_digest
 
 @dataclass(frozen=True)
 class PartitionedOperation:
-    """An operation whose calls XLA can partition.
-
-    Attributes
-    ----------
-    name
-        Its name, the same in every process.
-    rule
-        ``rule(*avals, **params)`` returns the sharding rule of a call.
-    bind
-        ``bind(*operands, **params)`` computes a call and returns its results.
-    localised
-        ``localised(shard, *operands, **params)`` rewrites operands that hold indices along a label
-        that is split; see :class:`~jax_tilekern.partitioning.local_program.Shard`.
-    in_float32
-        ``in_float32(**params)`` returns the parameters of the same call with float32 results, those
-        that are combined over devices.
-    function_of_sum
-        ``function_of_sum(**params)`` takes a call with an epilogue apart, for devices that hold
-        parts of the contracted dimensions.
-    """
+    """An operation whose calls XLA can partition."""
 
     name: str
-    rule: Callable[..., ShardingRule]
+    rule: Callable[..., ShardingRule]  # rule(*avals, **params) returns the sharding rule of a call.
+    # ``bind(*operands, **params)`` computes a call and returns its results.
     bind: Callable[..., Sequence[Any]]
+    # ``localised(shard, *operands, **params)`` rewrites operands that hold indices along a label
+    # that is split.
     localised: Callable[..., Sequence[Any]] | None = None
+    # ``in_float32(**params)`` returns the parameters of the call with float32 results, those that
+    # devices combine.
     in_float32: Callable[..., dict[str, Any]] | None = None
     terms_in_float32: bool = False
+    # ``function_of_sum(**params)`` divides a call with an epilogue in two steps, for devices that
+    # hold parts of the contracted dimensions.
     function_of_sum: Callable[..., FunctionOfSum] | None = None
 
 
@@ -96,16 +84,10 @@ def register(operation: PartitionedOperation) -> None:
 
 
 def register_exchange(name: str, along_axis: AlongAxis) -> None:
-    """Make devices exchange rows in calls of a registered operation, where a function says so.
+    """Let devices exchange rows in calls of a registered operation.
 
-    Parameters
-    ----------
-    name
-        The operation's.
-    along_axis
-        ``along_axis(exchange, *operands, **params)`` returns the function of local operands in
-        which devices exchange rows, given their types, or ``None`` where a collective does it; see
-        :class:`~jax_tilekern.partitioning.row_exchange.RowExchange`.
+    ``along_axis(exchange, *operands, **params)``, given the types of local operands, returns the
+    function of them in which devices exchange rows, or ``None`` where a collective does it.
     """
     _along_axis[name] = along_axis
 
@@ -118,20 +100,10 @@ def lower_partitioned(
     *values: Any,
     **params: Any,
 ) -> Sequence[Any]:
-    """Lower a call to a custom call that XLA partitions.
+    """Lower a call of ``values`` to a custom call that XLA partitions.
 
-    Parameters
-    ----------
-    ctx
-        The lowering rule's context, with the types of ``values``.
-    operation
-        A registered operation.
-    platform
-        The platform for which the program of each device is lowered.
-    described
-        The call in a few words, for ``explain``.
-    values, params
-        MLIR values of the operands, and the call's parameters.
+    The program of each device is lowered for ``platform``; ``described`` is the call in words, for
+    ``explain``.
     """
     rule = operation.rule(*ctx.avals_in, **params)
     # Devices may share what they all have, and XLA does not say how many they are.
@@ -309,9 +281,9 @@ def _row_exchanges(
     content: dict[str, Any],
     readers: Sequence[int],
 ) -> Callable[[Partition], _Exchanges]:
-    """Return a function of a partition to the exchange that replaces a collective, if one does.
+    """Return a function of a partition to the exchange that replaces its collective.
 
-    The list of it and of the function of local operands is empty otherwise.
+    It returns a list of the exchange and of the function of local operands, or an empty one.
     """
 
     def found(partition: Partition) -> _Exchanges:

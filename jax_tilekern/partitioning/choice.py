@@ -41,21 +41,10 @@ def choose_partition(
 ) -> Partition:
     """Choose the partition of a call.
 
-    Parameters
-    ----------
-    rule
-        Its sharding rule.
-    mesh
-        Sizes of the mesh axes.
-    operands, results
-        The present spec of each operand, and the wanted spec of each result.
-    operand_bytes, result_bytes
-        Sizes of the whole arrays in bytes.
-    readers
-        How many calls of this kind read each operand. XLA reshards it once for all of them, so each
-        is charged with its share.
-    sent_meanwhile
-        ``sent_meanwhile(partition)`` returns the bytes that a device sends while it computes.
+    The operands have present specs, the results wanted ones, and sizes are those of whole arrays in
+    bytes. ``readers`` says how many calls of this kind read each operand: XLA reshards it once for
+    all of them, so each is charged with its share. ``sent_meanwhile(partition)`` returns the bytes
+    that a device sends while it computes.
     """
     call = _Call(
         rule,
@@ -104,10 +93,7 @@ class _Call:
         return (*self.operands, *self.results)
 
     def options(self, axis: int) -> list[int | None]:
-        """Return the labels that an axis may split, or the one that it splits alike already.
-
-        ``None`` is for no label.
-        """
+        """Return the labels that an axis may split, or the one that it splits alike already."""
         labels = dict.fromkeys([*(x.label(axis) for x in self.arrays), *self.rule.shared])
         splittable = [label for label in labels if label in self.rule.splittable]
         alike = [label for label in splittable if label is not None and self._alike(label, axis)]

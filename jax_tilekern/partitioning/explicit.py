@@ -14,13 +14,7 @@ from jax_tilekern.partitioning.rule import Dims
 
 
 def label_partitions(labels: Sequence[Dims], avals: Sequence[Any]) -> dict[int | None, Any]:
-    """Return the explicit axes that split each label.
-
-    Raises
-    ------
-    jax.sharding.ShardingTypeError
-        If arrays split a label differently, or a dimension that must be whole.
-    """
+    """Return the explicit axes that split each label, if the arrays agree on them."""
     found: dict[int | None, Any] = {}
     for dims, aval in zip(labels, avals, strict=True):
         sharding = compat.explicit_sharding(aval)
@@ -43,13 +37,7 @@ def label_partitions(labels: Sequence[Dims], avals: Sequence[Any]) -> dict[int |
 
 
 def split_alike(labels: Sequence[Dims], arrays: Sequence[Array]) -> list[Array]:
-    """Return arrays of which each splits a label over the explicit axes over which any does.
-
-    Raises
-    ------
-    jax.sharding.ShardingTypeError
-        As :func:`label_partitions`.
-    """
+    """Return arrays that all split a label over the explicit axes over which any does."""
     avals = [jax.typeof(x) for x in arrays]
     found = label_partitions(labels, avals)
     if not found:

@@ -20,21 +20,12 @@ from jax_tilekern.partitioning.reshard import ReshardStep
 
 
 class FunctionOfSum(NamedTuple):
-    """A call whose results are an elementwise function of a sum, in its two steps.
+    """A call that computes a sum, and then an elementwise function of it."""
 
-    Attributes
-    ----------
-    sum
-        ``sum(*operands)`` returns a device's term of the sum.
-    dtype
-        Type of the sum, to which it is rounded after the devices' terms are added.
-    epilogue
-        ``epilogue(sum, *operands)`` returns the results. It has all operands of the call; those of
-        the epilogue are the parts that belong to the part of the sum.
-    """
-
-    sum: Callable[..., Any]
-    dtype: np.dtype[Any]
+    sum: Callable[..., Any]  # sum(*operands) returns a device's term of the sum.
+    dtype: np.dtype[Any]  # The sum is rounded to it after the devices' terms are added.
+    # ``epilogue(sum, *operands)`` returns the results. The operands of the epilogue are the parts
+    # that belong to the part of the sum.
     epilogue: Callable[..., Sequence[Any]]
 
 
@@ -44,17 +35,11 @@ class Shard:
 
     Operations whose operands hold indices along a label, such as the bounds of groups, query the
     start of their part.
-
-    Attributes
-    ----------
-    partition
-        The partition of the call.
-    axes
-        For each label, the mesh axes that split it, major to minor: those of the call, or those of
-        the sum that an epilogue reads.
     """
 
     partition: Partition
+    # For each label, the mesh axes that split it, major to minor: those of the call, or of the sum
+    # that an epilogue reads.
     axes: Mapping[int | None, tuple[int, ...]]
 
     def is_split(self, label: int) -> bool:
@@ -90,20 +75,11 @@ def local_program(
     function: Callable[..., Sequence[Array]] | FunctionOfSum,
     localised: Callable[..., Sequence[Array]],
 ) -> Callable[..., list[Array]]:
-    """Return the function from one device's operands to its results.
+    """Return the function from one device's operands to its results, of types ``dtypes``.
 
-    Parameters
-    ----------
-    partition
-        The partition of the call.
-    dtypes
-        Types of the results; what devices combine is rounded to these.
-    function
-        Computes the call on local shapes, in two steps if devices have terms of a sum that an
-        epilogue reads.
-    localised
-        ``localised(shard, *operands)`` rewrites operands that hold indices along a label. The
-        epilogue's operands are those of the part of the sum.
+    ``function`` computes the call on local shapes, in two steps if devices have terms of a sum that
+    an epilogue reads. ``localised(shard, *operands)`` rewrites operands that hold indices along a
+    label; the epilogue's operands are those of the part of the sum.
     """
 
     def program(*operands: Array) -> list[Array]:

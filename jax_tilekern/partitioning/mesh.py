@@ -30,15 +30,7 @@ def common_mesh(
     """Return a mesh whose axes split the dimensions of every array, and each array's spec.
 
     A sharding that no common mesh expresses counts as replicated, so that XLA gathers that array.
-
-    Parameters
-    ----------
-    shardings
-        ``HloSharding`` of each array.
-    ranks
-        The number of each array's dimensions.
-    devices
-        The number of devices where all arrays are replicated, whose shardings do not have it.
+    If all arrays are replicated, their shardings do not have the number of ``devices``.
     """
     devices = max((s.num_devices() for s in shardings if not s.is_replicated()), default=devices)
     mesh: MeshShape = ()
@@ -52,13 +44,7 @@ def common_mesh(
 
 
 def spec_of(sharding: Any, rank: int, mesh: MeshShape) -> Spec | None:
-    """Return the axes that split each dimension, or ``None`` if the mesh has no such axes.
-
-    Raises
-    ------
-    NotImplementedError
-        If the sharding is manual over some axes or has partial sums, which callers exclude.
-    """
+    """Return the axes that split each dimension, or ``None`` if the mesh has no such axes."""
     others = set(sharding.subgroup_types()) - {xla.REPLICATED}
     if sharding.is_manual() or sharding.is_unreduced() or others:
         raise NotImplementedError(f"jax_tilekern does not partition {sharding}")

@@ -41,14 +41,8 @@ _codecs: dict[str, _Codec] = {}
 def register(kind: type, to_data: Callable[[Any], Any], from_data: Callable[[Any], Any]) -> None:
     """Give values of a type a text.
 
-    Parameters
-    ----------
-    kind
-        The type.
-    to_data
-        Returns a value as data of the types that have a text, or ``None`` if it has none.
-    from_data
-        Returns the value of the data.
+    ``to_data`` returns a value as data of types that have a text, or ``None``; ``from_data`` is its
+    inverse.
     """
     _codecs[kind.__name__] = _Codec(to_data, from_data)
 
@@ -79,10 +73,7 @@ def _first(keyed: _Keyed) -> Any:
 
 
 def shared(value: Any) -> Any:
-    """Return one value for all of a registered type that have the same text.
-
-    A value whose data are not plain is returned as it is.
-    """
+    """Return one value for all of a registered type that have the same plain data."""
     name = type(value).__name__
     data = _codecs[name].to_data(value) if name in _codecs else None
     if data is None or not is_plain(data):

@@ -13,48 +13,23 @@ from jax_tilekern.partitioning.rule import ShardingRule
 
 
 class ShardedOperand(NamedTuple):
-    """What becomes of an operand before the call.
+    """How an operand is resharded before the call."""
 
-    Attributes
-    ----------
-    spec
-        Its spec when XLA passes it to the local program.
-    steps
-        The steps that reshard it, in order.
-    in_program
-        The last of these steps, which the local program takes. XLA takes the others.
-    bytes_sent
-        The bytes that a device sends for the steps.
-    """
-
-    spec: Spec
-    steps: tuple[ReshardStep, ...]
+    spec: Spec  # when XLA passes it to the local program
+    steps: tuple[ReshardStep, ...]  # in order
+    # The last of these steps, which the local program takes and XLA does not.
     in_program: tuple[ReshardStep, ...]
-    bytes_sent: float
+    bytes_sent: float  # by a device, for the steps
 
 
 class ShardedResult(NamedTuple):
-    """What becomes of an array that devices compute from their parts.
+    """How devices combine and reshard an array that they compute in parts."""
 
-    Attributes
-    ----------
-    spec
-        Its spec in the end.
-    steps
-        The steps that reshard it after it is reduced.
-    scattered
-        For each dimension, the axes over which a reduce-scatter splits it.
-    reduced
-        The axes over which an all-reduce adds it, or combines it as the rule says.
-    bytes_sent
-        The bytes that a device sends until it has the wanted spec.
-    """
-
-    spec: Spec
-    steps: tuple[ReshardStep, ...]
-    scattered: Spec
-    reduced: tuple[int, ...]
-    bytes_sent: float
+    spec: Spec  # in the end
+    steps: tuple[ReshardStep, ...]  # after it is reduced
+    scattered: Spec  # for each dimension, the axes over which a reduce-scatter splits it
+    reduced: tuple[int, ...]  # the axes over which an all-reduce combines it
+    bytes_sent: float  # by a device, until the result has the wanted spec
 
     @property
     def is_combined(self) -> bool:
@@ -64,28 +39,15 @@ class ShardedResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Partition:
-    """The partition of a call.
+    """The partition of a call."""
 
-    Attributes
-    ----------
-    rule
-        The sharding rule of the whole call.
-    mesh
-        Sizes of the mesh axes.
-    axes
-        For each label, the axes that split it, major to minor.
-    operands, results
-        What becomes of each operand and result.
-    sum
-        What becomes of the sum that an epilogue reads, if devices have terms of it.
-    """
-
-    rule: ShardingRule
+    rule: ShardingRule  # of the whole call
     mesh: MeshShape
+    # For each label, the axes that split it, major to minor.
     axes: Mapping[int | None, tuple[int, ...]]
     operands: tuple[ShardedOperand, ...]
     results: tuple[ShardedResult, ...]
-    sum: ShardedResult | None
+    sum: ShardedResult | None  # the sum that an epilogue reads, if devices have terms of it
 
     @property
     def has_partial_results(self) -> bool:

@@ -14,22 +14,15 @@ _EXCHANGE_WEIGHT = 1.5
 
 
 class ReshardStep(NamedTuple):
-    """One step of a reshard.
+    """One step of a reshard."""
 
-    Attributes
-    ----------
-    kind
-        ``"slice"`` splits the target. ``"all-to-all"`` splits the target instead of the source.
-        ``"all-gather"`` joins the parts of the source. ``"permute"`` is a collective-permute that
-        puts the axes of a dimension, its source and target, in another order.
-    axes
-        The axes, the minor ones of the source before the step and of the target after it.
-    source, target
-        Dimensions of the array.
-    """
-
+    # ``"slice"`` splits the target. ``"all-to-all"`` splits the target instead of the source.
+    # ``"all-gather"`` joins the parts of the source. ``"permute"`` is a collective-permute that
+    # puts the axes of a dimension, its source and target, in another order.
     kind: Literal["slice", "all-to-all", "all-gather", "permute"]
+    # The minor ones of the source before the step and of the target after it.
     axes: tuple[int, ...]
+    # Dimensions of the array.
     source: int | None
     target: int | None
 

@@ -13,47 +13,25 @@ from jax_tilekern.plans.overlap import MeshAxis
 
 
 class RowExchange(NamedTuple):
-    """An exchange of the rows of a product along one mesh axis.
+    """An exchange of the rows of a product along one mesh axis."""
 
-    Attributes
-    ----------
-    operand
-        The operand that has the rows as its first dimension, as the result has.
-    axis
-        The mesh axis.
-    scatters
-        Whether rows of the result are scattered, and not rows of the operand gathered.
-    is_shared
-        Whether other calls of this kind read the operand whose rows are gathered.
-    shapes
-        Shapes of the operands on a device, the rows of ``operand`` not gathered.
-    bytes_sent
-        The bytes that a device sends.
-    partition
-        The partition of the call without the collective.
-    """
-
-    operand: int
+    operand: int  # the operand whose first dimension has the rows
     axis: MeshAxis
+    # Whether rows of the result are scattered, and not rows of the operand gathered.
     scatters: bool
-    is_shared: bool
+    is_shared: bool  # whether other calls of this kind read the gathered operand
+    # Shapes of the operands on a device, the rows of ``operand`` not gathered.
     shapes: tuple[tuple[int, ...], ...]
     bytes_sent: float
-    partition: Partition
+    partition: Partition  # of the call without the collective
 
 
 def row_exchange(partition: Partition, readers: Sequence[int]) -> RowExchange | None:
-    """Return the exchange that takes the place of a collective of a product, if one can.
+    """Return the exchange that replaces a collective of a product, if one can.
 
-    It is the all-gather of the first dimension of an operand, or the reduce-scatter of the first
-    dimension of the result, over one mesh axis.
-
-    Parameters
-    ----------
-    partition
-        How the call is partitioned.
-    readers
-        How many calls of this kind read each operand.
+    The collective is the all-gather of the first dimension of an operand, or the reduce-scatter of
+    the first dimension of the result, over one mesh axis. ``readers`` says how many calls of this
+    kind read each operand.
     """
     rule = partition.rule
     if len(rule.operands) != 2 or len(rule.results) != 1 or partition.sum is not None:

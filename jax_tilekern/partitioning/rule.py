@@ -18,63 +18,40 @@ Dims = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """The correspondence of the dimensions of a call's arrays.
+    """The correspondence of the dimensions of a call's arrays."""
 
-    Attributes
-    ----------
-    operands, results
-        The labels of each array's dimensions.
-    sizes
-        The size of every label.
-    flops
-        Floating-point operations of the whole call.
-    zero_padding
-        Whether zeros in the operands contribute nothing to a reduction. If not, a reduction is
-        split into equal parts only.
-    names
-        The names of the labels in ``explain``.
-    each_result_is_a_sum
-        Whether every result is a sum over the labels that it lacks, so that a label of some of the
-        results only may be split as well.
-    epilogue_from
-        The first operand of an epilogue: every result is an elementwise function of the sum over
-        the reductions and of the operands from this one on, or a reduction of such a function.
-        Without it the results are the sums.
-    reduced
-        Labels that an epilogue reduces, the last ones of its sum.
-    combined_by
-        For each result, how devices combine their parts of it: "sum", "max", "min" or
-        "logsumexp". All are sums by default. A result that has every label which is split has
-        no parts.
-    unsplit
-        Labels that every device needs whole.
-    shared
-        Labels along which devices may share the work though no array is split along them.
-    blocked
-        Labels whose positions are blocks: in some arrays the dimension is several times as long as
-        ``sizes`` says. They are split into equal parts only.
-    gatherable
-        Labels along which devices may gather operands that are split alike: parts of a result that
-        lacks the label may be larger than the operands.
-    results_follow
-        The operand whose sharding the results take where operands are sharded differently. Without
-        it XLA may replicate the results then.
-    """
-
+    # The labels of each array's dimensions.
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
-    sizes: Mapping[int, int] = field(hash=False)
+    sizes: Mapping[int, int] = field(hash=False)  # of every label
     flops: float
+    # Whether zeros in the operands contribute nothing to a reduction. If not, a reduction is split
+    # into equal parts only.
     zero_padding: bool = True
-    names: Mapping[int, str] = field(default_factory=dict, hash=False)
+    names: Mapping[int, str] = field(default_factory=dict, hash=False)  # of the labels, in explain
+    # Whether every result is a sum over the labels that it lacks, so that a label of some of the
+    # results only may be split as well.
     each_result_is_a_sum: bool = False
+    # The first operand of an epilogue: every result is an elementwise function of the sum over the
+    # reductions and of the operands from this one on, or a reduction of such a function. Without it
+    # the results are the sums.
     epilogue_from: int | None = None
+    # Labels that an epilogue reduces, the last ones of its sum.
     reduced: frozenset[int] = frozenset()
+    # For each result, how devices combine their parts of it: "sum", "max", "min" or "logsumexp".
+    # All are sums by default. A result that has every label which is split has no parts.
     combined_by: tuple[str, ...] = ()
-    unsplit: frozenset[int] = frozenset()
+    unsplit: frozenset[int] = frozenset()  # Labels that every device needs whole.
+    # Labels along which devices may share the work though no array is split along them.
     shared: frozenset[int] = frozenset()
+    # Labels whose positions are blocks: in some arrays the dimension is several times as long as
+    # ``sizes`` says. They are split into equal parts only.
     blocked: frozenset[int] = frozenset()
+    # Labels along which devices may gather operands that are split alike: parts of a result that
+    # lacks the label may be larger than the operands.
     gatherable: frozenset[int] = frozenset()
+    # The operand whose sharding the results take where operands are sharded differently. Without it
+    # XLA may replicate the results then.
     results_follow: int | None = None
 
     @property
@@ -135,17 +112,7 @@ def sizes_of(*arrays: tuple[Dims, tuple[int, ...]]) -> dict[int, int]:
 def rule_over_axes(
     operands: tuple[tuple[Dims, tuple[int, ...]], ...], result: Dims, *, flops: float
 ) -> ShardingRule:
-    """Return the rule of an operation of one result whose labels number an array's axes.
-
-    Parameters
-    ----------
-    operands
-        Labels and shape of each operand.
-    result
-        Labels of the result.
-    flops
-        Floating-point operations of the whole call.
-    """
+    """Return the rule of an operation of one result whose labels number an array's axes."""
     sizes = sizes_of(*operands)
     names = {axis: f"axis {axis}" for axis in sizes}
     return ShardingRule(tuple(dims for dims, _ in operands), (result,), sizes, flops, names=names)

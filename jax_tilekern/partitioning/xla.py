@@ -82,7 +82,7 @@ def uses_shardy() -> bool:
 def adds_in_float32(platform: str, dtype: np.dtype[Any]) -> bool:
     """Return whether XLA adds partial results of its own products of this type in float32.
 
-    It adds them in their own type, except on CPUs before jax 0.11.
+    CPUs before jax 0.11 do; otherwise XLA adds them in their own type.
     """
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
     return narrow and platform == "cpu" and jax.__version_info__ < (0, 11)
@@ -181,10 +181,7 @@ def _set_readers(call: Any, place: int, count: int) -> None:
 
 
 def text_and_readers(config: str) -> tuple[str, list[int]]:
-    """Return the text of :func:`emit_call`, and how many calls like it read each operand.
-
-    The list is empty where no operand has several readers.
-    """
+    """Return the text of :func:`emit_call`, and the readers of each operand if any has several."""
     text, _, counts = config.partition("\n")
     return text, json.loads(counts or "[]")
 
@@ -202,8 +199,8 @@ def _text_and_readers_of(call: Any) -> tuple[str, list[int]] | None:
 def _load_lapack() -> None:
     """Load LAPACK's functions, which the program of each device may call.
 
-    JAX loads them when it lowers such a call. XLA does not partition a program from the persistent
-    cache, so in that process nothing lowers the calls that the program of a device has.
+    JAX loads them when it lowers such a call. A process that finds a program in the persistent
+    cache lowers no such call.
     """
     _linalg.initialize_lapack()
     _gpu_solver.initialize_hybrid_kernels()
@@ -219,7 +216,7 @@ def _sharding_rule_attribute(
         own = []
         for label, size in zip(dims, shape, strict=True):
             dim_factors = [] if label is None else [factors[label]]
-            # What the label does not count, the dimension has a factor of its own for.
+            # The dimension has a factor of its own for the rest of its size.
             rest = size if label is None else size // rule.sizes[label]
             if label is None or (label in rule.blocked and rest > 1):
                 dim_factors.append(len(sizes))
@@ -269,16 +266,8 @@ def local_module(
 ) -> bytes:
     """Return the module that each device runs, as MLIR bytecode.
 
-    Parameters
-    ----------
-    program
-        The function of a device's operands. Its collectives are over the axes.
-    avals
-        Shape and type of each operand.
-    axes
-        Names and sizes of the mesh axes, in the row-major order of device numbers.
-    platform
-        The platform to lower for.
+    ``avals`` has the shape and type of each operand of ``program``, whose collectives are over
+    ``axes``: names and sizes, in the row-major order of device numbers.
     """
     axes = list(axes) or [("axis0", 1)]
     names = tuple(name for name, _ in axes)

@@ -39,27 +39,18 @@ def explicit_dimension_numbers(numbers: DimensionNumbers | None, lhs_ndim: int) 
 
 @dataclass(frozen=True)
 class Contraction:
-    """Labels of each dimension of the operands and of the output, in memory order.
+    """Labels of each dimension of the operands and of the output, in memory order."""
 
-    Attributes
-    ----------
-    lhs, rhs, out
-        Labels of the dimensions. A label of one operand alone is the output's too.
-    bounds
-        Labels of the groups' bounds, the group last: ``bounds[..., g]`` and ``bounds[..., g + 1]``
-        are where group ``g`` begins and ends. There are none if there are no groups.
-    ragged
-        The dimension whose positions belong to groups, a label of ``lhs``, and of ``out`` or
-        ``rhs``.
-    group
-        The groups, a label of ``rhs`` or ``out``, whichever lacks the ragged one.
-    """
-
+    # Labels of the dimensions. The output has every label of one operand alone.
     lhs: Labels
     rhs: Labels
     out: Labels
+    # Labels of the groups' bounds, the group last, or none without groups: ``bounds[..., g]`` and
+    # ``bounds[..., g + 1]`` are where group ``g`` begins and ends.
     bounds: Labels = ()
+    # The dimension whose positions belong to groups, a label of ``lhs``, and of ``out`` or ``rhs``.
     ragged: int | None = None
+    # The groups, a label of ``rhs`` or ``out``, whichever lacks the ragged one.
     group: int | None = None
 
     @classmethod
@@ -160,7 +151,7 @@ class Contraction:
     def mapped(self, *dims: int | None) -> Contraction:
         """Return the same product under ``vmap``, with a new label that comes first in the output.
 
-        Each operand has the mapped dimension at the given place, or lacks it.
+        ``dims`` has the place of the mapped dimension in each operand, or ``None``.
         """
         new = 1 + max(*self.lhs, *self.rhs, *self.out, -1, -1)
         lhs, rhs, *bounds = map(labelled, self.operands, [new] * len(dims), dims)
@@ -269,25 +260,11 @@ def matmul_geometry(
 ) -> Oriented | str:
     """Collapse a contraction of row-major arrays into one strided product, or grouped GEMM.
 
-    The output's unit stride must lie along the product's columns, so A and B are swapped if
-    it lies along the rows.
-
-    Parameters
-    ----------
-    contraction
-        Labels of the dimensions.
-    *shapes
-        Sizes of the operands, all at least 1. That of the bounds has one more than there are
-        groups, of which there is at least one.
-    further
-        Labels of the dimensions of further arrays that an epilogue reads and writes; they lack
-        labels that they are broadcast over.
-
-    Returns
-    -------
-    Oriented | str
-        The geometry, or in words what stands in the way. Without groups the product of
-        :meth:`Contraction.mergeable` always has one.
+    The output's unit stride must lie along the product's columns, so A and B are swapped if it lies
+    along the rows. All sizes are at least 1, and the bounds have one more than there are groups.
+    ``further`` labels the dimensions of arrays that an epilogue reads and writes, without those
+    that they are broadcast over. The result is the geometry, or in words what stands in the way;
+    without groups the product of :meth:`Contraction.mergeable` has a geometry.
     """
     c = contraction
     sizes: dict[int, int] = {}
@@ -382,10 +359,7 @@ def choose_rows(rows: Sequence[Dimension], k: Dimension | None) -> Dimension | N
 def strided_product(
     batch: Sequence[Dimension], m: Dimension | None, n: Dimension | None, k: Dimension | None
 ) -> MatmulGeometry:
-    """Return the product over these dimensions, where ``None`` has size 1.
-
-    The output is contiguous along ``n``.
-    """
+    """Return the product over these dimensions, where ``None`` has size 1; ``n`` is contiguous."""
     lhs_m, lhs_k = _matrix_strides(m, k, "lhs")
     rhs_k, rhs_n = _matrix_strides(k, n, "rhs")
     out_m, _ = _matrix_strides(m, n, "out")
@@ -403,10 +377,10 @@ def strided_product(
 def _matrix_strides(
     outer: Dimension | None, inner: Dimension | None, array: str
 ) -> tuple[int, int]:
-    """Strides of a matrix in one array, where a missing dimension has size 1.
+    """Return the strides of a matrix in one array, where a missing dimension has size 1.
 
-    Its stride is free, and is 1 unless the other dimension's is, so that a kernel finds a major
-    order wherever there is one.
+    The stride of a missing dimension is free. It is 1 unless the other dimension's is, so that a
+    kernel finds a major order wherever there is one.
     """
     if outer and inner:
         return getattr(outer, array), getattr(inner, array)

@@ -24,18 +24,10 @@ _PRODUCT_REASONS = {
 
 @dataclass(frozen=True)
 class Cpu:
-    """A family of CPUs.
+    """A family of CPUs."""
 
-    Attributes
-    ----------
-    instruction_set
-        The one that kernels use.
-    has_amx
-        Whether it has Intel AMX, which XLA's products use and this library's do not.
-    """
-
-    instruction_set: str
-    has_amx: bool = False
+    instruction_set: str  # the one that kernels use
+    has_amx: bool = False  # Intel AMX, which XLA's products use and the library's do not
 
     @property
     def name(self) -> str:

@@ -40,48 +40,26 @@ class GpuRates:
 
     A cost model only has to decide which of two kernels is faster, so each rate stands for many
     kernels. Times are in cycles of the SM clock.
-
-    Attributes
-    ----------
-    cycles_per_microsecond
-        The SM clock during long products.
-    memory_bandwidth
-        Bytes per cycle between memory and the GPU.
-    sm_load_bandwidth
-        Bytes per cycle that one SM takes in through ordinary loads.
-    l2_tma_bandwidth
-        Bytes per cycle that TMA brings each SM from L2 while all SMs ask.
-    l2_load_bandwidth
-        Bytes per cycle that ``cp.async`` brings one SM from L2 while few SMs ask.
-    l2_load_share
-        Bytes per cycle that ``cp.async`` brings each SM from L2 while all SMs ask.
-    shared_memory_bandwidth
-        Bytes per cycle of one SM's shared memory.
-    load_latency
-        Cycles from a load to its data while memory is busy.
-    cta_cycles
-        Cycles to start and to end a CTA.
-    launch_cycles, further_launch_cycles
-        Cycles of the first launch of a plan with its first loads, and of each launch that follows.
-    mma_macs
-        By arithmetic, multiply-adds per cycle of one SM with ``mma.sync``, or on CUDA cores for
-        ``"f32"``.
-    wgmma_macs
-        By arithmetic, multiply-adds per cycle of one SM with ``wgmma``.
     """
 
-    cycles_per_microsecond: float
-    memory_bandwidth: float
-    sm_load_bandwidth: float
-    l2_tma_bandwidth: float
+    cycles_per_microsecond: float  # The SM clock during long products.
+    memory_bandwidth: float  # Bytes per cycle between memory and the GPU.
+    sm_load_bandwidth: float  # Bytes per cycle that one SM takes in through ordinary loads.
+    l2_tma_bandwidth: float  # Bytes per cycle that TMA brings each SM from L2 while all SMs ask.
+    # Bytes per cycle that ``cp.async`` brings one SM from L2 while few SMs ask.
     l2_load_bandwidth: float
+    # Bytes per cycle that ``cp.async`` brings each SM from L2 while all SMs ask.
     l2_load_share: float
-    shared_memory_bandwidth: float
-    load_latency: float
-    cta_cycles: float
+    shared_memory_bandwidth: float  # Bytes per cycle of one SM's shared memory.
+    load_latency: float  # Cycles from a load to its data while memory is busy.
+    cta_cycles: float  # Cycles to start and to end a CTA.
+    # Cycles of the first launch of a plan with its first loads, and of each launch that follows.
     launch_cycles: float
     further_launch_cycles: float
+    # By arithmetic, multiply-adds per cycle of one SM with ``mma.sync``, or on CUDA cores for
+    # ``"f32"``.
     mma_macs: Mapping[str, int] = field(hash=False)
+    # By arithmetic, multiply-adds per cycle of one SM with ``wgmma``.
     wgmma_macs: Mapping[str, int] = field(hash=False)
 
 
@@ -199,16 +177,8 @@ target: Setting[Gpu | None] = Setting("GPU", None)
 def known_gpu(name: str) -> Gpu:
     """Return a well-known model by its architecture or its name.
 
-    Parameters
-    ----------
-    name
-        ``"sm_80"``, ``"sm_90"`` or ``"sm_90a"``, ..., where the suffix may be left out; or the
-        model, such as ``"H200"`` or ``"RTX 4090"``. ``"sm_90"`` is the H100.
-
-    Raises
-    ------
-    ValueError
-        If no such model is known; pass a :class:`Gpu` instead.
+    The architecture may lack its suffix, as ``"sm_90"``, which is the H100; models are named as
+    ``"H200"`` or ``"RTX 4090"``.
     """
     words = re.findall(r"\w+", name.lower())
     for gpu in KNOWN_GPUS:
@@ -237,13 +207,7 @@ def planning_beside_collectives() -> Iterator[None]:
 
 
 def current_gpu() -> Gpu:
-    """Return the GPU to plan for: the target of ``gpu_target``, else this process's own.
-
-    Raises
-    ------
-    NoGpu
-        If the driver shows none, or shows several models of which no one plan can serve all.
-    """
+    """Return the GPU to plan for: the target of ``gpu_target``, else the visible one."""
     why = why_no_gpu()
     if why is not None:
         raise NoGpu(why)

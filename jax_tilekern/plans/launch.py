@@ -36,18 +36,10 @@ Dim3 = tuple[int, int, int]
 
 
 class PredictedUs(NamedTuple):
-    """Predicted microseconds of a call; ``None`` where there is no prediction.
+    """Predicted microseconds of a call; ``None`` where there is no prediction."""
 
-    Attributes
-    ----------
-    ours
-        Of the library's best kernel.
-    xla
-        Of XLA's own operation.
-    """
-
-    ours: float | None = None
-    xla: float | None = None
+    ours: float | None = None  # the library's best kernel
+    xla: float | None = None  # XLA's own operation
 
     def in_parentheses(self) -> str:
         """Return both times in words, or nothing."""
@@ -65,20 +57,11 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Buffer:
-    """A pointer parameter: the address of a buffer, plus an offset.
+    """A pointer parameter: the address of a buffer, plus an offset."""
 
-    Attributes
-    ----------
-    index
-        Which buffer, counted over operands, then results, then workspaces.
-    offset_bytes
-        Added to the buffer's address.
-    steps_bytes
-        Added for each step along the launch's ``repeats``; empty for a buffer that stays.
-    """
-
-    index: int
-    offset_bytes: int = 0
+    index: int  # over operands, then results, then workspaces
+    offset_bytes: int = 0  # added to the buffer's address
+    # Added for each step along the launch's ``repeats``; empty for a buffer that stays.
     steps_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -101,15 +84,9 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Scalars:
-    """A parameter passed by value: a number or a struct, as the bytes the kernel sees.
+    """A parameter passed by value: a number or a struct, as the bytes the kernel sees."""
 
-    Attributes
-    ----------
-    data
-        The bytes, in the layout (with the padding) of the C++ type.
-    """
-
-    data: bytes
+    data: bytes  # in the layout, with the padding, of the C++ type
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, bytes):
@@ -121,13 +98,9 @@ class Scalars:
     def pack(cls, layout: str, *values: float) -> Scalars:
         """Return a parameter packed with C's alignment by :mod:`struct`.
 
-        Parameters
-        ----------
-        layout
-            A format of :func:`struct.pack`, for example ``"i"``, ``"f"`` or ``"3q2i"``. As in C,
-            members are aligned, and the end is padded to the widest member's alignment.
-        values
-            One number for each member.
+        ``layout`` is a format of :func:`struct.pack`, for example ``"i"``, ``"f"`` or ``"3q2i"``,
+        with a number for each member. As in C, members are aligned, and the end is padded to the
+        widest member's alignment.
         """
         widest = max((code for code in layout if code.isalpha()), key=struct.calcsize, default="b")
         return cls(struct.pack(f"@{layout}0{widest}", *values))
@@ -328,13 +301,7 @@ Parameter = Buffer | Scalars | TensorMap
 
 
 def check_launch_shape(what: str, *, grid: Dim3, block: Dim3, cluster: Dim3) -> None:
-    """Check a launch against what holds for every GPU.
-
-    Raises
-    ------
-    PlanError
-        If it breaks a limit; ``what`` is at the front of the message.
-    """
+    """Check a launch against what holds for every GPU; ``what`` begins the errors."""
     for name, dim in (("grid", grid), ("block", block), ("cluster", cluster)):
         _require(len(dim) == 3, f"{what}: {name} {dim} must have 3 dimensions")
         _require(min(dim) >= 1, f"{what}: {name} {dim} has a dimension below 1")
@@ -361,45 +328,24 @@ def check_launch_shape(what: str, *, grid: Dim3, block: Dim3, cluster: Dim3) -> 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch.
+    """One kernel launch."""
 
-    Attributes
-    ----------
-    entry
-        The compiled kernel, ``compiled.entry(kernel.name)``.
-    grid
-        CTAs in x, y, z.
-    block
-        Threads of a CTA in x, y, z.
-    parameters
-        The kernel's parameters in their order.
-    shared_memory_bytes
-        Dynamic shared memory of a CTA.
-    cluster
-        CTAs of a cluster in x, y, z; divides ``grid``.
-    repeats
-        The launch is repeated over these dimensions, with buffers shifted by their steps.
-    overlaps
-        It may begin before the plan's launch before it has ended (programmatic dependent launch),
-        which is on the same stream. Its kernel calls ``wait_for_prerequisites()`` of ``ptx.cuh``.
-    branches
-        It runs on a second stream, after all launches before it, and beside those after it until
-        one that joins. SMs that become free are given to the second stream first. The end of a plan
-        joins, too.
-    joins
-        It begins after the launches that branched.
-    """
-
-    entry: Entry
-    grid: Dim3
-    block: Dim3
+    entry: Entry  # compiled.entry(kernel.name)
+    grid: Dim3  # CTAs in x, y, z
+    block: Dim3  # threads of a CTA in x, y, z
     parameters: tuple[Parameter, ...]
-    shared_memory_bytes: int = 0
-    cluster: Dim3 = (1, 1, 1)
+    shared_memory_bytes: int = 0  # dynamic, of a CTA
+    cluster: Dim3 = (1, 1, 1)  # CTAs of a cluster in x, y, z; divides grid
+    # The launch is repeated over these dimensions, with buffers shifted by their steps.
     repeats: tuple[int, ...] = ()
+    # It may begin before the plan's launch before it has ended (programmatic dependent launch),
+    # which is on the same stream. Its kernel calls ``wait_for_prerequisites()`` of ``ptx.cuh``.
     overlaps: bool = False
+    # It runs on a second stream, after all launches before it, and beside those after it until one
+    # that joins. SMs that become free are given to the second stream first. The end of a plan
+    # joins, too.
     branches: bool = False
-    joins: bool = False
+    joins: bool = False  # It begins after the launches that branched.
 
     def __post_init__(self) -> None:
         check_launch_shape(
@@ -480,39 +426,25 @@ class Exchange:
     The plan multiplies a part of a matrix. In a *gather* a device has a shard of the matrix, which
     it sends to the others, and multiplies all shards. In a *scatter* it has all rows, and sends
     each of the others its term of the rows of the result that the other owns.
-
-    Attributes
-    ----------
-    scatters
-        Whether it is a scatter.
-    axis
-        The name of the axis, for errors.
-    size, stride
-        The number of devices along the axis, and the distance between two neighbours' numbers.
-    parts
-        Parts of a device's rows, which are sent one after the other.
-    lhs, device, out, receive, send
-        Buffers: the matrix, the number of the device, the result, and what comes from the other
-        devices. A scatter computes terms for the others in ``send``.
-    term_launches
-        The plan's first launches, which compute a term for another device. The others compute a
-        part of the device's own rows.
-    keeps
-        Whether a gather completes ``receive`` by the device's own shard.
     """
 
     scatters: bool
-    axis: str
+    axis: str  # its name, for errors
+    # The number of devices along the axis, and the distance between two neighbours' numbers.
     size: int
     stride: int
-    parts: int
+    parts: int  # Parts of a device's rows, which are sent one after the other.
+    # Buffers: the matrix, the number of the device, the result, and what comes from the other
+    # devices. A scatter computes terms for the others in ``send``.
     lhs: int
     device: int
     out: int
     receive: int
     send: int
+    # The plan's first launches, which compute a term for another device. The others compute a part
+    # of the device's own rows.
     term_launches: int
-    keeps: bool
+    keeps: bool  # whether a gather completes receive by the device's own shard
 
     def attributes(self) -> dict[str, Any]:
         """Return what the handler reads."""
@@ -522,39 +454,22 @@ class Exchange:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What one custom call does: launches in order, over its operands, results and workspaces.
+    """What one custom call does: launches in order, over its operands, results and workspaces."""
 
-    Attributes
-    ----------
-    name
-        A name that appears in errors, in the HLO and in ``explain``.
-    gpu
-        The GPU that it is for.
-    launches
-        The launches, executed in order on one stream but for those that branch.
-    alignments
-        The minimum alignment in bytes of each operand, then of each result. A call with another
-        number of buffers, or with a buffer that is less aligned, is an error.
-    workspace_bytes
-        Sizes of extra outputs that XLA allocates, uninitialised and aligned to
-        ``WORKSPACE_ALIGNMENT``. Their buffer indices follow those of the results.
-    reason
-        The choices that were made, in words for ``explain``, for example ``"128x256x64, 3
-        stages, 512 tiles on 132 SMs"``.
-    exchange
-        What devices send each other meanwhile, if they do.
-    predicted_us
-        The predicted times, where the policy chose between this plan and XLA's operation.
-    """
-
-    name: str
+    name: str  # in errors, in the HLO and in explain
     gpu: Gpu
     launches: tuple[Launch, ...]
+    # The minimum alignment in bytes of each operand, then of each result. A call with another
+    # number of buffers, or with a buffer that is less aligned, is an error.
     alignments: tuple[int, ...]
+    # Sizes of extra outputs that XLA allocates, uninitialised and aligned to
+    # ``WORKSPACE_ALIGNMENT``. Their buffer indices follow those of the results.
     workspace_bytes: tuple[int, ...] = ()
+    # The choices that were made, for ``explain``, such as ``"128x256x64, 3 stages, 512 tiles on 132
+    # SMs"``.
     reason: str = ""
-    exchange: Exchange | None = None
-    predicted_us: PredictedUs = NOT_PREDICTED
+    exchange: Exchange | None = None  # what devices send each other meanwhile
+    predicted_us: PredictedUs = NOT_PREDICTED  # where the policy chose it over XLA
 
     def __post_init__(self) -> None:
         self._require(bool(self.launches), "a plan has at least one launch")
@@ -641,18 +556,10 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class NoKernel:
-    """A planner's answer if no kernel covers a call.
-
-    Attributes
-    ----------
-    reason
-        The reason, in words for ``explain``.
-    predicted_us
-        The predicted times, where XLA's operation is predicted to be as fast.
-    """
+    """A planner's answer if no kernel covers a call."""
 
     reason: str
-    predicted_us: PredictedUs = NOT_PREDICTED
+    predicted_us: PredictedUs = NOT_PREDICTED  # where XLA is predicted to be as fast
 
 
 def _numbered(items: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

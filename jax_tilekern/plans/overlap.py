@@ -20,20 +20,11 @@ from jax_tilekern.scope import Setting, scoped
 
 
 class MeshAxis(NamedTuple):
-    """A mesh axis along which devices exchange rows.
-
-    Attributes
-    ----------
-    name
-        Its name.
-    size
-        Number of devices along it.
-    stride
-        Distance between the numbers of two neighbours, in the row-major order of the mesh.
-    """
+    """A mesh axis along which devices exchange rows."""
 
     name: str
-    size: int
+    size: int  # number of devices along it
+    # Distance between the numbers of two neighbours, in the row-major order of the mesh.
     stride: int
 
 
@@ -56,10 +47,7 @@ _parts: Setting[int | None] = Setting("parts of overlapped products", None, is_t
 
 @scoped
 def in_parts(parts: int | None) -> Iterator[None]:
-    """Overlap every product that can be, in this many parts; for tests and measurements.
-
-    No product is overlapped in 0 parts.
-    """
+    """Overlap every product that can be, in this many parts, or none in 0; for tests."""
     with _parts(parts):
         yield
 
@@ -87,20 +75,9 @@ def parts_of_rows(
 ) -> int | str:
     """Return in how many parts a device's rows are sent, or why a collective sends them.
 
-    Parameters
-    ----------
-    scatters
-        Whether terms of the result are sent, and not rows of the operand.
-    axis
-        The axis along which devices exchange them.
-    rows
-        Rows of a device: its shard's, or those of the result that it owns.
-    sent, lhs, out
-        Bytes of what a device sends to each other one, of the operand and of the result.
-    flops
-        Operations of a device's product.
-    dtype
-        The type of its operands.
+    A device has ``rows`` of its shard, or of the result that it owns where terms are scattered, and
+    its product takes ``flops``. It sends ``sent`` bytes to each other device; ``lhs`` and ``out``
+    are the bytes of the operand and of the result.
     """
     asked = current_parts()
     if asked == 0:
@@ -151,19 +128,10 @@ def why_no_exchange() -> str:
 def gather_plan(
     part: LaunchPlan, lhs: int, axis: MeshAxis, parts: int, *, keeps: bool
 ) -> LaunchPlan:
-    """Return the plan of a product whose ``lhs`` is gathered.
+    """Return the plan of a product whose ``lhs`` is gathered, given that of a part of it.
 
     Its buffers are the operands of ``part``, the number of the device, the result and the gathered
-    array.
-
-    Parameters
-    ----------
-    part
-        The plan of the product of a part of ``lhs``.
-    lhs
-        Which of its operands that is.
-    axis, parts, keeps
-        As in :class:`~jax_tilekern.plans.launch.Exchange`.
+    array. See :class:`~jax_tilekern.plans.launch.Exchange`.
     """
     n = len(part.alignments) - 1
     launches, workspaces = _placed([part], [[*map(Buffer, range(n)), Buffer(n + 1)]], n + 3)
@@ -192,23 +160,10 @@ def scatter_plan(
 ) -> LaunchPlan:
     """Return the plan of a product whose terms are scattered.
 
-    Its buffers are the operands of ``term``, the number of the device, the result, the terms of the
-    other devices and the terms for them.
-
-    Parameters
-    ----------
-    term
-        The plan of the product of a part of ``lhs``.
-    total
-        The plan of such a product to which an epilogue adds the terms of the other devices.
-    lhs
-        Which of the operands of ``term`` is ``lhs``.
-    read
-        For each operand of ``total``, which operand of ``term`` it is. The terms follow.
-    axis, parts
-        As in :class:`~jax_tilekern.plans.launch.Exchange`.
-    part_bytes
-        Bytes of a part of the result.
+    ``term`` is the plan of the product of a part of ``lhs``, and ``total`` that of such a product
+    to which an epilogue adds the terms of the other devices; ``read`` has the operand of ``term``
+    for each operand of ``total`` before the terms. The buffers are the operands of ``term``, the
+    number of the device, the result, the terms of the other devices and the terms for them.
     """
     n = len(term.alignments) - 1
     terms = [Buffer(n + 2, i * parts * part_bytes) for i in range(axis.size - 1)]
@@ -241,10 +196,7 @@ def _reason(part: LaunchPlan, what: str, parts: int) -> str:
 def _placed(
     plans: Sequence[LaunchPlan], buffers: Sequence[Sequence[Buffer]], first_workspace: int
 ) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
-    """Return the launches of plans over common buffers, and the workspaces.
-
-    Plans run one after the other, so they share the workspaces.
-    """
+    """Return the launches of plans over common buffers, and the workspaces, which they share."""
     counts = [len(plan.workspace_bytes) for plan in plans]
     sizes = tuple(
         max(plan.workspace_bytes[i] for plan in plans if i < len(plan.workspace_bytes))

@@ -46,30 +46,18 @@ def flag(what: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Matrices that are quantised in blocks.
+    """Matrices that are quantised in blocks."""
 
-    Attributes
-    ----------
-    matrices, rows, columns
-        Sizes of the row-major array.
-    dtype, quantized
-        Types of the elements, and of the quantised ones.
-    square
-        Whether blocks are 128x128, and not 1x128.
-    transposed
-        Whether the transpose is quantised, too.
-    power_of_two
-        Whether scales are powers of two.
-    """
-
+    # Sizes of the row-major array.
     matrices: int
     rows: int
     columns: int
+    # Types of the elements, and of the quantised ones.
     dtype: np.dtype[Any]
     quantized: np.dtype[Any]
-    square: bool
-    transposed: bool
-    power_of_two: bool
+    square: bool  # whether blocks are 128x128, and not 1x128
+    transposed: bool  # whether the transpose is quantised, too
+    power_of_two: bool  # whether scales are powers of two
 
     @property
     def aligned(self) -> bool:

@@ -40,28 +40,13 @@ _SCHEMA = 1
 
 @dataclass(frozen=True)
 class TunedChoice:
-    """What was measured of one product, or of one call of a user's kernel.
+    """What was measured of one product, or of one call of a user's kernel."""
 
-    Attributes
-    ----------
-    winner
-        :attr:`Candidate.key <jax_tilekern.plans.policy.choice.Candidate.key>` of what to run, or
-        :data:`XLA`.
-    model
-        Key of what the cost model chose at that time.
-    microseconds
-        The time of everything that was measured, by key.
-    method
-        What the times are, for example ``"device time"``.
-    digest
-        Of the kernels and the planners, which tells whether it was measured with these.
-    """
-
-    winner: str
-    model: str
-    microseconds: Mapping[str, float] = field(hash=False)
-    method: str
-    digest: str
+    winner: str  # The ``key`` of the candidate to run, or :data:`XLA`.
+    model: str  # key of what the cost model chose at that time
+    microseconds: Mapping[str, float] = field(hash=False)  # of everything that was measured, by key
+    method: str  # what the times are, for example "device time"
+    digest: str  # of the kernels and the planners that were measured
 
     def __post_init__(self) -> None:
         if not all(0 < time < math.inf for time in self.microseconds.values()):

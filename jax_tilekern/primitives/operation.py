@@ -334,10 +334,7 @@ def _register_derivatives(
         return dict(_as_group(*item) for item in own.items())
 
     def groups(moving: Iterable[int], params: Params) -> tuple[OperandGroup, ...] | None:
-        """Return the groups of operands by which a call with moving operands is differentiated.
-
-        ``None`` if the reference is differentiated instead.
-        """
+        """Return the groups by which a call is differentiated, or ``None`` for the reference."""
         found = tuple(rules(params))
         if operation.refuse_tangent is None:
             return found

@@ -24,35 +24,15 @@ Device = Gpu | Cpu
 
 @dataclass(frozen=True)
 class PolicyChoice(Generic[_C]):
-    """What computes a call.
+    """What computes a call."""
 
-    Attributes
-    ----------
-    candidate
-        The candidate; ``None`` for XLA's own operation.
-    reason
-        Why, in words for ``explain``.
-    predicted_us
-        The predicted times of the best candidate and of XLA.
-    """
-
-    candidate: _C | None
+    candidate: _C | None  # None for XLA's own operation
     reason: str
-    predicted_us: PredictedUs = NOT_PREDICTED
+    predicted_us: PredictedUs = NOT_PREDICTED  # of the best candidate and of XLA
 
 
 def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> PolicyChoice[_C]:
-    """Choose what computes a call.
-
-    Parameters
-    ----------
-    workload
-        What is computed.
-    candidates
-        Ways to compute it, best first by their own estimates; at least one.
-    device
-        What it is for.
-    """
+    """Choose what computes a call: one of the candidates, best first by their estimates, or XLA."""
     asked = current_policy() == "kernels"
     must = _is_wrong_in_xla(workload, device)
     why = "XLA's int8 products are not exact" if must else 'jax_tilekern.policy("kernels")'
@@ -90,8 +70,8 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Poli
 def _is_wrong_in_xla(workload: Workload, device: Device) -> bool:
     """Return whether XLA's operation may be wrong, so that users get none of it.
 
-    Products of int8 matrices are, on GPUs, at a k of 8, 256, 320 and others, which depend on the
-    kernel that the autotuner takes. Those with a vector are loops.
+    On GPUs, products of int8 matrices are wrong at a k of 8, 256, 320 and others, which depend on
+    the kernel that the autotuner takes. Products with a vector are loops.
     """
     product = workload.product
     if product is None or not isinstance(device, Gpu):
@@ -121,13 +101,7 @@ def _in_matrix_units(workload: Workload, device: Device) -> bool:
 def plan_choice(
     workload: Workload, candidates: Sequence[Candidate], gpu: Gpu
 ) -> LaunchPlan | NoKernel:
-    """Choose what computes a call on a GPU, and compile it.
-
-    Raises
-    ------
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernel with.
-    """
+    """Choose what computes a call on a GPU, and compile it."""
     choice = choose(workload, candidates, gpu)
     if choice.candidate is None:
         return NoKernel(choice.reason, choice.predicted_us)

@@ -31,23 +31,11 @@ _TYPES = {"features": "<u1", "thresholds": "<f4", "values": "<f4"}
 
 @dataclass(frozen=True)
 class Forest:
-    """The sum of regression trees, all of them complete binary trees of one depth.
+    """The sum of regression trees, all of them complete binary trees of one depth."""
 
-    Attributes
-    ----------
-    features
-        For each tree and inner node, breadth first, which number it compares.
-    thresholds
-        What it compares the number with; the right child follows where the number is larger.
-    values
-        For each tree and leaf, its term.
-    constant
-        A term of every sum.
-    """
-
-    features: _Array
-    thresholds: _Array
-    values: _Array
+    features: _Array  # For each tree and inner node, breadth first, the number that it compares.
+    thresholds: _Array  # The right child follows where the number is larger.
+    values: _Array  # for each tree and leaf, its term
     constant: float
 
     def __call__(self, rows: Sequence[Sequence[float]]) -> _Array:
@@ -91,53 +79,28 @@ class Forest:
 
 @dataclass(frozen=True)
 class OperationModel:
-    """What is known of an operation's times on a device.
+    """What predicts an operation's times on a device."""
 
-    Attributes
-    ----------
-    xla
-        The logarithm of XLA's time over the roofline's, by the numbers of a workload.
-    ours
-        That of a kernel's time over its own estimate, or over XLA's time where it has none, by
-        those and the candidate's numbers.
-    error
-        The expected error of the logarithm of the ratio of both, by the numbers of a workload.
-    margin
-        A kernel is taken if the logarithm of the predicted ratio exceeds the first, and the second
-        times the expected error.
-    """
-
-    xla: Forest
+    xla: Forest  # The logarithm of XLA's time over the roofline's, by the numbers of a workload.
+    # The logarithm of a kernel's time over its own estimate, or over XLA's time where it has none,
+    # by those and the candidate's numbers.
     ours: Forest
+    # The expected error of the logarithm of the ratio of both, by the numbers of a workload.
     error: Forest
+    # A kernel is taken if the logarithm of the predicted ratio exceeds the first number, and the
+    # second times the expected error.
     margin: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """What is known of a device.
-
-    Attributes
-    ----------
-    device
-        Its name.
-    launch
-        Microseconds of the shortest call.
-    bytes
-        Bytes that memory moves in a microsecond.
-    operations
-        By arithmetic, multiply-adds in a microsecond.
-    complex_operations
-        By the arithmetic of the parts, real multiply-adds of XLA's complex products in a
-        microsecond.
-    models
-        By the operation.
-    """
+    """What predicts times on a device."""
 
     device: str
-    launch: float
-    bytes: float
-    operations: Mapping[str, float]
+    launch: float  # microseconds of the shortest call
+    bytes: float  # that memory moves in a microsecond
+    operations: Mapping[str, float]  # by arithmetic, multiply-adds in a microsecond
+    # By the arithmetic of the parts, real multiply-adds of XLA's complex products in a microsecond.
     complex_operations: Mapping[str, float]
     models: Mapping[str, OperationModel]
 
@@ -154,13 +117,7 @@ class DeviceModel:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> DeviceModel:
-        """Read a model from a file's content.
-
-        Raises
-        ------
-        ValueError, KeyError, TypeError
-            If it is not one of this format.
-        """
+        """Read a model from a file's content."""
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']}, and this version reads {FORMAT}")
         rates = content["rates"]

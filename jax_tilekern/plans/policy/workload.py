@@ -38,28 +38,12 @@ _MOST_ZEROS = 7
 
 @dataclass(frozen=True)
 class Workload:
-    """What a call computes, as numbers.
+    """What a call computes, as numbers."""
 
-    Attributes
-    ----------
-    operation
-        ``"product"``, ``"sum"``, ``"transpose"`` or ``"add"``: which model predicts it.
-    operations
-        Multiply-adds.
-    bytes
-        Bytes that are read and written, each once.
-    arithmetic
-        What multiply-adds are computed in.
-    features
-        Further numbers.
-    product
-        The product, if it is one.
-    """
-
-    operation: str
-    operations: float
-    bytes: float
-    arithmetic: str
+    operation: str  # "product", "sum", "transpose" or "add": which model predicts it
+    operations: float  # multiply-adds
+    bytes: float  # that are read and written, each once
+    arithmetic: str  # of the multiply-adds
     features: tuple[float, ...]
     product: Product | None = None
 
@@ -110,16 +94,8 @@ def candidate_numbers(
 ) -> tuple[float, ...]:
     """Return the numbers of a candidate: its estimate, and what its key says of a product's tile.
 
-    Parameters
-    ----------
-    candidate
-        The candidate. One without an estimate has no numbers.
-    first
-        The candidate with the best estimate.
-    workload
-        What is computed.
-    device
-        What it is for.
+    ``first`` is the candidate with the best estimate. A candidate without an estimate has no
+    numbers.
     """
     if not (isinstance(candidate, CostedCandidate) and isinstance(device, Gpu)):
         return ()
