@@ -1,6 +1,6 @@
 """Everything that differs between JAX versions, or that JAX does not export.
 
-Each entry names the change it hides. Supported: jax 0.10 and later.
+Each entry names the change it hides. Supported: jax 0.10.2 and later.
 """
 
 from __future__ import annotations
@@ -181,23 +181,20 @@ def as_type(x: Any, dtype: Any) -> jax.Array:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Mesh axes over which ``x`` varies inside ``shard_map`` (aval.vma until 0.10.0)."""
+    """Mesh axes over which ``x`` varies inside ``shard_map``."""
     return varying_axes_of_type(jax.typeof(x))
 
 
 def varying_axes_of_type(aval: Any) -> frozenset[str]:
     """Mesh axes over which arrays of a type vary."""
-    kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(kind.varying if kind is not None else aval.vma)
+    return frozenset(aval.manual_axis_type.varying)
 
 
 def without_varying_axes(aval: Any) -> Any:
     """Return a type that varies over no manual axis."""
     if not varying_axes_of_type(aval):
         return aval
-    if hasattr(aval, "manual_axis_type"):
-        return aval.update(manual_axis_type=type(aval.manual_axis_type)())
-    return aval.update(vma=frozenset())
+    return aval.update(manual_axis_type=type(aval.manual_axis_type)())
 
 
 def unify_varying(*operands: Any, over: Sequence[str] = ()) -> tuple[Any, ...]:
