@@ -136,12 +136,22 @@ def kernels_of(cubin: bytes) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def demangled(symbol: str) -> str | None:
-    """Return a C++ function with its parameters' types, or ``None`` if a name has none.
+def signature(symbol: str) -> tuple[str, str] | None:
+    """Return a C++ function with its result, and its parameters' types, or ``None`` without these.
 
     ``extern "C"`` names have none. The C++ runtime, which the package's own library loads too,
     reads the others.
     """
+    text = _demangled(symbol) or ""
+    depth = 0
+    for at in range(len(text) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(text[at], 0)
+        if depth == 0:
+            return (text[:at], text[at + 1 : -1]) if text.endswith(")") else None
+    return None
+
+
+def _demangled(symbol: str) -> str | None:
     try:
         demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     except (OSError, AttributeError):

@@ -7,7 +7,7 @@ import re
 import struct
 from dataclasses import dataclass, field
 
-from jax_tilekern.compilation.cubin import demangled, is_cubin, kernels_of, target_of
+from jax_tilekern.compilation.cubin import is_cubin, kernels_of, signature, target_of
 
 # The first directive of PTX, after comments.
 _IS_PTX = re.compile(rb"(?:\s|//[^\n]*\n|/\*.*?\*/)*\.version\b", re.DOTALL)
@@ -91,13 +91,6 @@ class Image:
 
 
 def _name(symbol: str) -> str:
-    text = demangled(symbol)
-    if text is None:
-        return symbol
-    depth = 0
-    for at in range(len(text) - 1, -1, -1):
-        depth += {")": 1, "(": -1}.get(text[at], 0)
-        if depth == 0:
-            break
+    found = signature(symbol)
     # Templates name their result, which is void.
-    return text[:at].removeprefix("void ").replace(" ", "")
+    return found[0].removeprefix("void ").replace(" ", "") if found else symbol

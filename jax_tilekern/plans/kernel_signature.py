@@ -15,7 +15,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from jax_tilekern.compilation.cubin import demangled
+from jax_tilekern.compilation.cubin import signature
 from jax_tilekern.plans.cxx import CXX_TYPES
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -105,15 +105,8 @@ def declared_types(text: str, name: str) -> tuple[ParameterType, ...] | None:
 
 def compiled_types(symbol: str) -> tuple[ParameterType, ...] | None:
     """Return a kernel's parameter types by its mangled name, if it has them."""
-    signature = demangled(symbol)
-    if signature is None or not signature.endswith(")"):
-        return None
-    depth = 0
-    for at in range(len(signature) - 1, -1, -1):
-        depth += {")": 1, "(": -1}.get(signature[at], 0)
-        if depth == 0:
-            return _types(signature[at + 1 : -1], " _")
-    return None
+    found = signature(symbol)
+    return _types(found[1], " _") if found else None
 
 
 def _types(parameters: str, name: str) -> tuple[ParameterType, ...] | None:
