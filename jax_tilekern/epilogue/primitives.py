@@ -107,7 +107,6 @@ def is_elementwise(name: str) -> bool:
 
 
 def is_translated(name: str) -> bool:
-    """Whether a primitive of scalars is translated."""
     return name in INNER_JAXPR or is_copy(name) or is_elementwise(name)
 
 

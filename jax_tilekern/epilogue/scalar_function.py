@@ -57,7 +57,6 @@ class Role(NamedTuple):
     operand: str = "operand {} of the epilogue"  # what an operand is called, by its number
 
     def of(self, function: Callable[..., Any]) -> str:
-        """Return what errors call a function."""
         own = getattr(function, "__name__", type(function).__name__)
         return f"{self.call}: the {self.argument} {self.name or own}"
 
@@ -84,7 +83,6 @@ class ScalarFunction:
 
     @functools.cached_property
     def dtypes(self) -> frozenset[Any]:
-        """Types of all values."""
         atoms = (
             x
             for eqn in compat.leaf_equations(self.jaxpr.jaxpr)
@@ -107,7 +105,6 @@ class ScalarFunction:
 
     @property
     def is_identity(self) -> bool:
-        """Whether it returns the accumulator alone."""
         return self.accumulator_result == 0 and len(self.out_dtypes) == 1
 
     def with_accumulator(self, dtype: np.dtype[Any]) -> ScalarFunction:
@@ -149,7 +146,6 @@ class ScalarFunction:
 
     @property
     def quantizes(self) -> bool:
-        """Whether it returns quantised rows."""
         return any(isinstance(kind, RowQuantization) for kind in self.reductions)
 
     @property
@@ -209,7 +205,6 @@ class ScalarFunction:
         return [labels(kind) for kind in self.reductions]
 
     def __call__(self, *scalars: Any) -> list[Any]:
-        """Evaluate it."""
         # A jaxpr that was traced without a mesh does not take values whose types have axes of one.
         in_mesh = not jax.sharding.get_abstract_mesh().empty
         function = self.python if in_mesh else compat.jaxpr_as_fun(self.jaxpr)

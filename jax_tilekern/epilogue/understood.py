@@ -46,7 +46,6 @@ def anything(_: Any) -> bool:
 
 
 def one_of(*values: Any) -> Callable[[Any], bool]:
-    """Return a function that accepts some values."""
     return lambda value: value in values
 
 

@@ -127,7 +127,6 @@ class _FusedFunction:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the function with fused products."""
         leaves = jax.tree.leaves((args, kwargs))
         if all(isinstance(x, jax.Array | np.ndarray) for x in leaves):
             return self._jitted(*args, **kwargs)
@@ -136,15 +135,12 @@ class _FusedFunction:
         return self._jitted(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Bind the function as a method."""
         return self if instance is None else types.MethodType(self, instance)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lower the function, as a jitted one."""
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Trace the function, as a jitted one."""
         if self._can_jit(args, kwargs):
             return self._jitted.trace(*args, **kwargs)
         # Numbers are constants, as in a call.
@@ -155,11 +151,9 @@ class _FusedFunction:
         return jax.jit(call).trace(*arrays)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the results' shapes, as a jitted function."""
         return self.trace(*args, **kwargs).out_info
 
     def clear_cache(self) -> None:
-        """Forget compiled programs, as a jitted function."""
         self._jitted.clear_cache()
 
     def _can_jit(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -218,7 +218,6 @@ class _Finder:
     def _results(
         self, source: Any, values: Sequence[Any], taken: dict[int, list[Reading]]
     ) -> tuple[Any, ...]:
-        """Return which values to store."""
         other_uses = {
             x: [use for use in self._uses[x] if use.eqn is None or use.eqn not in taken]
             for x in values

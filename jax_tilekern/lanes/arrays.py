@@ -28,7 +28,6 @@ Places = Sequence[Buffer | None]
 
 
 def result_type(eqn: Any, i: int = 0) -> tuple[np.dtype[Any], Shape]:
-    """Return type and shape of a result of an equation."""
     aval = eqn.outvars[i].aval
     return np.dtype(aval.dtype), tuple(aval.shape)
 

@@ -27,7 +27,6 @@ _GATHER_AND_SCATTER_PARAMETERS = {
 
 
 def _clamped(writer: LaneWriter, start: Value, limit: int) -> Index:
-    """Return a start index within 0 and a limit."""
     if limit == 0:
         return 0
     name = writer.name("n")

@@ -30,7 +30,6 @@ _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 
 def is_key(aval: Any) -> bool:
-    """Whether a type is one of random keys."""
     return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 

@@ -22,7 +22,6 @@ _MAX_INT = 2**31 - 1
 
 
 def plus(x: Index, y: Index) -> Index:
-    """Return a sum of indices."""
     if isinstance(x, int) and isinstance(y, int):
         return x + y
     if 0 in (x, y):
@@ -31,7 +30,6 @@ def plus(x: Index, y: Index) -> Index:
 
 
 def times(x: Index, factor: int) -> Index:
-    """Return a multiple of an index."""
     if isinstance(x, int):
         return x * factor
     if factor in (0, 1):
@@ -91,12 +89,10 @@ class Buffer:
         return f"{self.name}[{' + '.join(terms) or 0}]"
 
     def load(self, indices: Sequence[Index]) -> str:
-        """Return the expression of an element."""
         place = self._place(indices)
         return f"to_float({place})" if self._is_converted else place
 
     def store(self, indices: Sequence[Index], value: str) -> str:
-        """Return the statement that stores an element."""
         if self._is_converted:
             value = f"from_float<{CXX_TYPES[self.dtype]}>({value})"
         return f"{self._place(indices)} = {value};"
@@ -134,12 +130,10 @@ class Value:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def first(self) -> str:
-        """The expression of the first element."""
         return self.at((0,) * len(self.shape))
 
     @property
@@ -148,7 +142,6 @@ class Value:
         return computed_type(self.dtype)
 
     def at_position(self, flat: Index) -> str:
-        """Return the expression of the element at a position in row-major order."""
         return self.flat(flat) if self.flat else self.at(indices_of(flat, self.shape))
 
     def view(self, shape: Shape, indices: Callable[[Sequence[Index]], Sequence[Index]]) -> Value:

@@ -142,7 +142,6 @@ class LaneWriter:
     # -- Statements ---------------------------------------------------------------------------
 
     def line(self, text: str) -> None:
-        """Write a statement."""
         self.statements.append(text)
         self._count(text)
 
@@ -154,7 +153,6 @@ class LaneWriter:
         self._long_functions += found * self._repeated
 
     def body(self) -> list[str]:
-        """Return all statements."""
         lines = [*self.prologue, *self.statements]
         if self._long_functions <= _MAX_INLINED:
             return lines
@@ -166,7 +164,6 @@ class LaneWriter:
 
     @contextlib.contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """Write a block of statements."""
         self.line(f"{head} {{")
         yield
         self.line("}")
@@ -216,7 +213,6 @@ class LaneWriter:
             )
 
     def is_unrolled(self, size: int) -> bool:
-        """Whether loops over so many elements are unrolled."""
         return size <= self._unrolled
 
     # -- Values -------------------------------------------------------------------------------
@@ -292,7 +288,6 @@ class LaneWriter:
         return in_memory(buffer)
 
     def copied(self, value: Value, place: Buffer | None = None) -> Value:
-        """Copy a value to new memory."""
         return self.filled(value, self.array(value.dtype, value.shape, place))
 
     def may_write(self, value: Value, others: Sequence[Value] = ()) -> bool:

@@ -67,11 +67,9 @@ class _System:
         self._inverses = self._inverted(self._diagonal_blocks())
 
     def solve(self, b: Array) -> Array:
-        """Return the solutions."""
         return self._solve(b, 0, self.triangle.shape[-1])
 
     def inverse(self) -> Array:
-        """Return the inverse of the triangle."""
         return self._inverse(0, self.triangle.shape[-1])
 
     def _solve(self, b: Array, start: int, end: int) -> Array:

@@ -37,7 +37,6 @@ class Activation:
     slopes: tuple[ScalarFunction, ...] = ()
 
     def __call__(self, x: Array, *closed_over: Array) -> Array:
-        """Apply it to each element."""
         dtypes = [function.jaxpr.in_avals[0].dtype for function in self.values]
         place = dtypes.index(x.dtype)
         labels = tuple(range(jnp.ndim(x)))
@@ -65,8 +64,6 @@ class Activation:
         return result
 
     def differentiated(self) -> Activation:
-        """Return the function with its derivatives."""
-
         def slopes_of(function: ScalarFunction) -> ScalarFunction:
             dtypes = [np.dtype(aval.dtype) for aval in function.jaxpr.in_avals]
             floats = _floats(dtypes)

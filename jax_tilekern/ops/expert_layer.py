@@ -122,7 +122,6 @@ class Sorted(NamedTuple):
 
     @property
     def tokens(self) -> Array:
-        """The token of each pair."""
         return self.pairs // self.places.shape[1]
 
 
@@ -136,7 +135,6 @@ class _Products(NamedTuple):
         return {"contraction": rows_by_matrices(), "precision": self.precision}
 
     def plain(self, rows: Array, w: Array, dtype: Any) -> Array:
-        """Multiply the rows."""
         return contract(rows, w, self.bounds, **self._call(), out_dtype=dtype)
 
     def with_epilogue(
@@ -213,7 +211,6 @@ def _value(
 
 
 def _elementwise(function: Callable[..., Any], x: Any, *scalars: Any) -> Any:
-    """Apply a function of scalars to each element of an array."""
     for _ in range(jnp.ndim(x)):
         function = jax.vmap(function, in_axes=(0, *(None for _ in scalars)))
     return compat.staged(function)(x, *scalars)

@@ -101,11 +101,9 @@ class _Split:
 
     @property
     def result(self) -> tuple[Any, ...]:
-        """How the result is split."""
         return self.tokens or None, self.features or None
 
     def spec(self, name: str, dims: tuple[str, ...]) -> PartitionSpec:
-        """Return how a device reads an array."""
         axes = {
             "tokens": self.own_tokens, "experts": self.experts, "hidden": self.hidden,
             "features": self.features if name.endswith("_down") else (),

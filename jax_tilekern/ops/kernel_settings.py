@@ -207,11 +207,9 @@ class KernelSettings:
         return sharding_rule(self.label, text, use.inputs, self.outputs(use), use.batches)
 
     def rule_text(self, use: Use) -> str:
-        """Return the sharding rule as the user has written it."""
         return str(self._value("sharding_rule", use))
 
     def returns_tuple(self, use: Use) -> bool:
-        """Say whether a call returns a tuple."""
         return isinstance(self._value("out", use), tuple | list)
 
     def call(self, use: Use) -> KernelCall:

@@ -47,7 +47,6 @@ class TunableCall:
         return f"{self} of {self.digest}"
 
     def __str__(self) -> str:
-        """Return the kernel, the inputs and the parameters."""
         batches = "".join(f", vmap of {batch.size}" for batch in self.use.batches)
         return f"cuda_kernel {self.settings.label}({self.use}){batches}"
 
@@ -67,7 +66,6 @@ class TunableCall:
 
 
 def key_of(values: Mapping[str, Any]) -> str:
-    """Return values of parameters as a text."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 

@@ -50,7 +50,6 @@ class LaneFunction:
         return LaneFunction.of(f"{prefix}{self.name}", self.checkpoint, closed)
 
     def __str__(self) -> str:
-        """Return the name."""
         return self.name
 
 
@@ -73,7 +72,6 @@ def trailing(aval: Any, dims: int) -> Axes:
 
 
 def lane_sizes(operands: Sequence[Any], operand_axes: Sequence[Axes]) -> tuple[int, ...]:
-    """Return the size of each dimension of lanes."""
     dims = len(operand_axes[0]) if operand_axes else 0
     return tuple(
         next(
@@ -86,7 +84,6 @@ def lane_sizes(operands: Sequence[Any], operand_axes: Sequence[Axes]) -> tuple[i
 
 
 def type_of_lanes(aval: Any, axes: Axes, sizes: Sequence[int]) -> jax.core.ShapedArray:
-    """Return the type of an array of all lanes."""
     by_axis = {axis: size for axis, size in zip(axes, sizes, strict=True) if axis is not None}
     own = iter(aval.shape)
     shape = [by_axis[d] if d in by_axis else next(own) for d in range(aval.ndim + len(by_axis))]
@@ -107,7 +104,6 @@ class Rules:
         operand_axes: tuple[Axes, ...],
         result_axes: tuple[Axes, ...],
     ) -> list[Any]:
-        """Bind a call."""
         dims = len(result_axes[0]) if result_axes else 0
         if not jaxpr.out_avals:
             return []

@@ -52,7 +52,6 @@ product = functools.partial(matmul, precision=lax.Precision.HIGHEST)
 
 
 def inverse(a: Array) -> Array:
-    """Invert."""
     result: Array = _inverse(*split_alike(a))[0]
     return result
 

@@ -87,7 +87,6 @@ def _columns(aval: Any, left_side: bool) -> Columns:
 def in_blocks(
     name: str, function: Callable[..., Any], operands: Sequence[Operand], **params: Any
 ) -> Rewrite | Fallback:
-    """Plan a call in blocks."""
     (*leading, size, _), dtype = operands[0].aval.shape, operands[0].aval.dtype
     columns = size
     if name == "triangular_solve":
@@ -118,7 +117,6 @@ def inverse_of_large(
 
 
 def cholesky_of_large(operands: Sequence[Operand], *, symmetrize: bool) -> Outcome:
-    """Plan a Cholesky factor."""
     (a,) = operands
     matrices = _matrices(a.aval)
     if not blocked_cholesky.covers(*dataclasses.astuple(matrices)):

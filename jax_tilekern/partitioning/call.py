@@ -79,7 +79,6 @@ _along_axis: dict[str, AlongAxis] = {}
 
 
 def register(operation: PartitionedOperation) -> None:
-    """Make an operation known to the partitioner."""
     _operations[operation.name] = operation
 
 

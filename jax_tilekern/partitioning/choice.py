@@ -71,11 +71,9 @@ class _Sharded(NamedTuple):
     nbytes: int
 
     def axes(self, label: int) -> tuple[int, ...]:
-        """Return the axes that split a label of the array."""
         return self.spec[self.dims.index(label)]
 
     def label(self, axis: int) -> int | None:
-        """Return the label that an axis splits."""
         return next((x for x, own in zip(self.dims, self.spec, strict=True) if axis in own), None)
 
 
@@ -173,7 +171,6 @@ class _Call:
         return stays and is_harmless
 
     def _is_even(self, label: int | None, axes: Sequence[int]) -> bool:
-        """Return whether axes split a label into equal parts."""
         size = 1 if label is None else self.rule.sizes[label]
         return size % number_of_parts(axes, self.mesh) == 0
 
@@ -233,5 +230,4 @@ class _Call:
         return ShardedResult(specs[len(steps)], tuple(steps), tuple(scattered), reduced, sent)
 
     def _parts(self, spec: Sequence[Sequence[int]]) -> int:
-        """Return the number of parts of an array."""
         return number_of_parts(axes_of(spec), self.mesh)

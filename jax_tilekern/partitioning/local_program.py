@@ -43,19 +43,15 @@ class Shard:
     axes: Mapping[int | None, tuple[int, ...]]
 
     def is_split(self, label: int) -> bool:
-        """Return whether a label is split."""
         return bool(self.axes.get(label))
 
     def size(self, label: int) -> int:
-        """Return the label's size on each device."""
         return math.ceil(self.partition.rule.sizes[label] / self.parts(label))
 
     def axis_names(self, label: int) -> tuple[str, ...]:
-        """Return the mesh axes that split a label."""
         return axis_names(self.axes.get(label, ()))
 
     def parts(self, label: int) -> int:
-        """Return the number of parts of a label."""
         return self.partition.parts(self.axes.get(label, ()))
 
     def start(self, label: int) -> Array:

@@ -73,7 +73,6 @@ def spec_of(sharding: Any, rank: int, mesh: MeshShape) -> Spec | None:
 
 
 def hlo_sharding(spec: Spec, mesh: MeshShape) -> Any:
-    """Return the ``HloSharding`` of a spec."""
     used = axes_of(spec)
     if not used:
         return xla.replicated()
@@ -83,12 +82,10 @@ def hlo_sharding(spec: Spec, mesh: MeshShape) -> Any:
 
 
 def axes_of(spec: Iterable[Sequence[int]]) -> list[int]:
-    """Return the axes that split an array."""
     return [axis for axes in spec for axis in axes]
 
 
 def number_of_parts(axes: Sequence[int], mesh: MeshShape) -> int:
-    """Return the number of parts that some axes make."""
     return math.prod(mesh[axis] for axis in axes)
 
 

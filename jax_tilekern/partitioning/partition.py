@@ -60,16 +60,13 @@ class Partition:
         return self.results if self.sum is None else (*self.results, self.sum)
 
     def parts(self, axes: Sequence[int]) -> int:
-        """Return the number of parts that some axes make."""
         return number_of_parts(axes, self.mesh)
 
     def operand_shape(self, operand: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of an operand of the local program."""
         spec = self.operands[operand].spec
         return tuple(math.ceil(n / self.parts(axes)) for n, axes in zip(shape, spec, strict=True))
 
     def described(self) -> str:
-        """Return the partition in words."""
         words = [
             f"{self.rule.names.get(label, str(label))} in {self.parts(axes)}"
             for label, axes in self.axes.items()

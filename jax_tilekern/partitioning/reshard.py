@@ -27,7 +27,6 @@ class ReshardStep(NamedTuple):
     target: int | None
 
     def applied(self, spec: Spec) -> Spec:
-        """Return the spec after the step."""
         found = list(spec)
         if self.source is not None:
             found[self.source] = found[self.source][: -len(self.axes)]

@@ -251,7 +251,6 @@ class Dimension(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The stride in every array."""
         return (*self[1:5], *self.further)
 
 
@@ -326,7 +325,6 @@ def matmul_geometry(
 
 
 def row_major_strides(labels: Labels, sizes: Mapping[int, int]) -> dict[int, int]:
-    """Return the stride of each label's dimension in a row-major array."""
     strides, stride = {}, 1
     for label in reversed(labels):
         strides[label] = stride

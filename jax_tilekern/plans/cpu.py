@@ -36,13 +36,11 @@ class Cpu:
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of a vector register."""
         families = (("avx512", 64), ("avx2", 32))
         return next((size for name, size in families if self.instruction_set.startswith(name)), 16)
 
 
 def current_cpu() -> Cpu:
-    """Return the CPU that this process runs on."""
     return Cpu(_core.cpu_instruction_set(), _has_amx())
 
 

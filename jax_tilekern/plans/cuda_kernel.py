@@ -51,7 +51,6 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Size in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -94,7 +93,6 @@ class KernelCall:
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler compiles."""
         return Kernel(self.source, self.name, self.options)
 
     @property
@@ -172,7 +170,6 @@ class KernelPlan(LaunchPlan):
 
     @property
     def launch(self) -> Launch:
-        """The launch."""
         return self.launches[0]
 
     @property
@@ -182,7 +179,6 @@ class KernelPlan(LaunchPlan):
 
     @property
     def resources(self) -> str:
-        """The kernel's resources, in words."""
         entry, held = self.launch.entry, self.occupancy
         shared = entry.shared_memory_bytes + self.launch.shared_memory_bytes
         times = f", {math.prod(self.launch.repeats)} launches" if self.launch.repeats else ""
@@ -200,7 +196,6 @@ class KernelPlan(LaunchPlan):
 
 
 def plan_kernel(call: KernelCall, gpu: Gpu) -> KernelPlan:
-    """Compile a kernel and plan its launch."""
     compiled = _compile(call, gpu)
     grid, in_grid, repeated = _places(call)
     repeats = tuple(size for size, _ in repeated)

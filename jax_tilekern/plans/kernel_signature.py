@@ -41,7 +41,6 @@ class Element:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
         return 1 if self.dtype is None else self.dtype.itemsize * self.lanes
 
     @property
@@ -60,7 +59,6 @@ class ParameterType:
     element: Element | None  # None for a class of the source, which is not checked
 
     def __str__(self) -> str:
-        """Return it as C++."""
         return f"{'const ' * self.const}{self.base}{'*' * self.pointers}"
 
 

@@ -25,13 +25,11 @@ class LaneKernel:
     workspace_bytes: int  # Size of the arrays that are too long for a thread's own memory.
 
     def kernel(self, threads: int) -> Kernel:
-        """Return the kernel for a number of threads."""
         source = Source(self.text, f"{self.function}.cu")
         return Kernel(source, f"tilekern::{self.function}<{threads}>")
 
 
 def plan_lanes(lanes: LaneKernel, gpu: Gpu) -> LaunchPlan:
-    """Plan and compile a launch."""
     wanted = _CTAS_PER_SM * gpu.sm_count
     threads = next((x for x in _THREADS if lanes.lanes >= wanted * x), _THREADS[-1])
     kernel = lanes.kernel(threads)

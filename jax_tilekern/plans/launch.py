@@ -70,11 +70,9 @@ class Buffer:
 
     @property
     def parameter_bytes(self) -> int:
-        """Size of the kernel's parameter."""
         return 8
 
     def attributes(self) -> dict[str, Any]:
-        """Return what the handler reads."""
         return {
             "buffer": self.index,
             "offset_bytes": self.offset_bytes,
@@ -112,11 +110,9 @@ class Scalars:
 
     @property
     def parameter_bytes(self) -> int:
-        """Size of the kernel's parameter."""
         return len(self.data)
 
     def attributes(self) -> dict[str, Any]:
-        """Return what the handler reads."""
         return {"bytes": np.frombuffer(self.data, np.uint8)}
 
 
@@ -447,7 +443,6 @@ class Exchange:
     keeps: bool  # whether a gather completes receive by the device's own shard
 
     def attributes(self) -> dict[str, Any]:
-        """Return what the handler reads."""
         fields = dataclasses.asdict(self)
         return {name: int(x) if isinstance(x, bool) else x for name, x in fields.items()}
 

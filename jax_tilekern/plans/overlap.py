@@ -53,7 +53,6 @@ def in_parts(parts: int | None) -> Iterator[None]:
 
 
 def current_parts() -> int | None:
-    """Return the number of parts that :func:`in_parts` asks for."""
     return _parts.value
 
 

@@ -66,7 +66,6 @@ class Quantized:
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
         types = f"{CXX_TYPES[self.dtype]}, {CXX_TYPES[self.quantized]}"
         flags = (self.square, self.transposed, self.power_of_two, self.aligned)
         text = ", ".join(str(int(flag)) for flag in flags)
@@ -74,7 +73,6 @@ class Quantized:
 
 
 def plan_quantize(problem: Quantized, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan the launch that quantises matrices."""
     if gpu.compute_capability < _CAPABILITY:
         return NoKernel(f"{gpu.arch} has no instruction that rounds to 8-bit floats")
     if problem.dtype not in QUANTIZED_DTYPES or problem.quantized not in FP8:

@@ -147,7 +147,6 @@ _current: Setting[TunedChoices | None] = Setting("tuned choices", None, is_trace
 
 
 def current_choices() -> TunedChoices:
-    """Return the choices that plans consult."""
     return _current.value or _default_choices()
 
 

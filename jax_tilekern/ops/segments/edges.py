@@ -71,7 +71,6 @@ class EdgeOperands(NamedTuple):
 
     @classmethod
     def of(cls, operands: Sequence[Any], call: SegmentCall) -> EdgeOperands:
-        """Group the operands of a call."""
         arrays = len(call.gathers)
         indices = arrays + call.indices
         plans = indices + 2 * len(call.planned)
@@ -87,7 +86,6 @@ class EdgeOperands(NamedTuple):
         )
 
     def flat(self) -> list[Any]:
-        """Return the operands in their order."""
         plans = (x for plan in self.plans for x in plan)
         return [*self.arrays, *self.indices, *plans, self.keys, *self.order, self.bounds]
 

@@ -366,7 +366,6 @@ def reduced(
     plan: SegmentPlan,
     dtype: np.dtype[Any] | None = None,
 ) -> Array:
-    """Reduce rows by a plan."""
     wanted = np.dtype(data.dtype if dtype is None else dtype)
 
     def by_plan(operands: tuple[Array, SegmentPlan]) -> Array:

@@ -43,7 +43,6 @@ def clipped(numbers: Array, low: int, high: int) -> Array:
 
 
 def bins_of(keys: Array, bins: int) -> Array:
-    """Return the bin of each key."""
     return jnp.clip(keys, -1, bins - 2) + 1
 
 
@@ -57,12 +56,10 @@ def rows_of(keys: Array, segments: int, batch: int = 1) -> Array:
 
 
 def lowest(dtype: np.dtype[Any]) -> int:
-    """Return the lowest integer of a type."""
     info: Any = jnp.iinfo
     return int(info(dtype).min)
 
 
 def highest(dtype: np.dtype[Any]) -> int:
-    """Return the highest integer of a type."""
     info: Any = jnp.iinfo
     return int(info(dtype).max)

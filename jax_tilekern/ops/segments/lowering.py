@@ -33,7 +33,6 @@ from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, 
 
 
 def described(*, call: SegmentCall) -> str:
-    """Name a call, for ``explain``."""
     what = f" of {call.function.name}" if call.function else ""
     return f"segment_{call.reduction}{what}, {call.batch * call.segments} segments"
 
@@ -44,7 +43,6 @@ def refusal(*_: Any, call: SegmentCall) -> Fallback | None:
 
 
 def on_cuda(operands: Sequence[Operand], _: Any, *, call: SegmentCall) -> PlannedKernel | Fallback:
-    """Plan a call for the current GPU."""
     problem = _problem(EdgeOperands.of([x.aval for x in operands], call), call)
     if isinstance(problem, str):
         return Fallback(problem)

@@ -32,7 +32,6 @@ class Matrix:
     itemsize: int
 
     def at(self, row: int, column: int) -> Buffer:
-        """Return the part of the buffer from an element."""
         offset = (row * self.stride + column) * self.itemsize
         return dataclasses.replace(self.buffer, offset_bytes=self.buffer.offset_bytes + offset)
 

@@ -51,7 +51,6 @@ class LargeMatrices:
     dtype: np.dtype[Any]
 
     def library_seconds(self) -> float:
-        """Return the time of XLA's own function."""
         n = self.size
         operations = {
             "inverse": 2 * n**3,
@@ -61,7 +60,6 @@ class LargeMatrices:
         return self.count * (columns + operations / _LIBRARY_RATE[self.dtype])
 
     def blocked_seconds(self, block: int) -> float:
-        """Return the time in blocks of an extent."""
         n, panels = self.size, math.ceil(self.size / block)
         # Each panel of a system with a triangle takes a product off the diagonal and three on it.
         system = 2 * math.log2(block / 64) + 4 * panels

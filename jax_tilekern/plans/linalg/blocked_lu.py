@@ -70,7 +70,6 @@ class _UpdateKernel:
 
     @property
     def rows(self) -> int:
-        """Rows of a CTA."""
         return 8 * self.warps
 
     @property
@@ -89,7 +88,6 @@ class Elimination:
     products: Products
 
     def kernel(self, file: str, name: str, *choices: int | str) -> Kernel:
-        """Return a kernel for the element type."""
         arguments = ", ".join([CXX_TYPES[self.dtype], *map(str, choices)])
         return Kernel(file, f"tilekern::{name}<{arguments}>")
 

@@ -33,7 +33,6 @@ class FasterSizes:
     count: int = 10_000  # the minimum number of matrices
 
     def include(self, count: int, rows: int, columns: int) -> bool:
-        """Whether a batch of matrices is among them."""
         largest = self.square if rows == columns else self.rectangular
         return self.least <= max(rows, columns) <= largest and count >= self.count
 
@@ -63,7 +62,6 @@ class Decomposition:
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel for these matrices."""
         sizes = (self.rows,) if self.name == "eigh" else (self.rows, self.columns)
         listed = ", ".join(map(str, (CXX_TYPES[self.dtype], *sizes, *map(int, self.flags))))
         return Kernel(f"linalg/matrix_{self.name}.cuh", f"tilekern::matrix_{self.name}<{listed}>")

@@ -60,7 +60,6 @@ class MatrixKernel:
 
     @property
     def blocks(self) -> int:
-        """CTAs for all of the matrices."""
         return math.ceil(self.matrices.count / (self.threads // self.lanes))
 
     @property
@@ -80,17 +79,14 @@ class Columns:
 
 
 def inverse_kernel(matrices: SmallMatrices) -> MatrixKernel:
-    """Return the kernel that inverts."""
     return matrices.with_row_lanes("matrix_inverse", "matrix_inverse")
 
 
 def lu_kernel(matrices: SmallMatrices) -> MatrixKernel:
-    """Return the kernel that factors with partial pivoting."""
     return matrices.with_row_lanes("matrix_lu", "matrix_lu")
 
 
 def cholesky_kernel(matrices: SmallMatrices, *, symmetrize: bool) -> MatrixKernel:
-    """Return the kernel that factors positive definite matrices."""
     kernel = matrices.kernel("matrix_cholesky", "matrix_cholesky", symmetrize)
     size = matrices.size
     rows = min(size, 2 if size > 16 else _VECTOR_BYTES // matrices.dtype.itemsize)  # of a lane
@@ -98,7 +94,6 @@ def cholesky_kernel(matrices: SmallMatrices, *, symmetrize: bool) -> MatrixKerne
 
 
 def solve_kernel(matrices: SmallMatrices, columns: Columns, *, transpose: bool) -> MatrixKernel:
-    """Return the kernel that solves with partial pivoting."""
     if matrices.size <= _THREAD_ROWS and columns.count <= _THREAD_COLUMNS:
         kernel = matrices.kernel("matrix_solve_thread", "thread_matrix_solve", transpose)
         return MatrixKernel(matrices, kernel, lanes=1)
@@ -114,7 +109,6 @@ def triangular_solve_kernel(
     transpose: bool,
     unit_diagonal: bool,
 ) -> MatrixKernel:
-    """Return the kernel that solves with one triangle."""
     choices = (columns_at_once(columns), lower, transpose, unit_diagonal)
     return matrices.with_row_lanes("matrix_solve", "matrix_triangular_solve", *choices)
 

@@ -56,7 +56,6 @@ class Forest:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Forest:
-        """Read a forest from a file's content."""
         arrays = {
             name: np.frombuffer(base64.b85decode(content[name]), dtype).reshape(
                 content["trees"], -1
@@ -69,7 +68,6 @@ class Forest:
         return cls(**arrays, constant=float(content["constant"]))
 
     def to_json(self) -> dict[str, Any]:
-        """Return a file's content."""
         arrays = {
             name: base64.b85encode(getattr(self, name).astype(dtype).tobytes()).decode()
             for name, dtype in _TYPES.items()
@@ -117,7 +115,6 @@ class DeviceModel:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> DeviceModel:
-        """Read a model from a file's content."""
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']}, and this version reads {FORMAT}")
         rates = content["rates"]

@@ -52,7 +52,6 @@ def policy(name: Policy) -> Iterator[None]:
 
 
 def current_policy() -> Policy:
-    """Return the policy of the current thread."""
     return "xla" if _counted.value else _policy.value
 
 

@@ -49,7 +49,6 @@ class Workload:
 
 
 def product_workload(product: Product) -> Workload:
-    """Return the workload of a matrix product."""
     g = product.geometry
     arithmetic = _SHORT_NAMES.get(product.arithmetic, product.arithmetic)
     batch = math.prod(g.batch)
@@ -147,7 +146,6 @@ def _tile_of(key: str) -> _Tile:
 
 
 def sum_workload(dims: SummedDims, dtype: np.dtype[Any], out_dtype: np.dtype[Any]) -> Workload:
-    """Return the workload of a sum over axes."""
     sizes, reduced = dims.sizes or (1,), dims.reduced or (True,)
     elements = math.prod(sizes)
     k = math.prod(size for size, is_reduced in zip(sizes, reduced, strict=True) if is_reduced)
@@ -165,7 +163,6 @@ def sum_workload(dims: SummedDims, dtype: np.dtype[Any], out_dtype: np.dtype[Any
 
 
 def transpose_workload(permutation: Permutation) -> Workload:
-    """Return the workload of a permutation of dimensions."""
     widened = permutation.widened
     sizes, order, itemsize = widened.sizes or (1,), widened.order or (0,), widened.itemsize
     rows, columns = sizes[order[-1]], sizes[-1]
@@ -183,7 +180,6 @@ def transpose_workload(permutation: Permutation) -> Workload:
 
 
 def add_workload(dims: AddedDims, dtype: np.dtype[Any]) -> Workload:
-    """Return the workload of an elementwise addition."""
     read = [
         math.prod(size for size, stride in zip(dims.sizes, strides, strict=True) if stride)
         for strides in (dims.lhs_strides, dims.rhs_strides)

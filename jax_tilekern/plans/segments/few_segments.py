@@ -46,7 +46,6 @@ class FewSegments:
 
     @property
     def tiles(self) -> int:
-        """Tiles of columns."""
         return math.ceil(self.reduction.columns / (self.lanes * self.vector))
 
     @property
@@ -57,7 +56,6 @@ class FewSegments:
 
     @property
     def resident_ctas(self) -> int:
-        """CTAs that an SM holds."""
         by_memory = self.gpu.shared_memory_bytes // (self.shared_bytes + RESERVED_SHARED_BYTES)
         return min(by_memory, _RESIDENT_THREADS // self.threads)
 
@@ -69,7 +67,6 @@ class FewSegments:
         return max(least, math.ceil(self.reduction.edges / ctas))
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
-        """Compile it."""
         r = self.reduction
         operation = CXX_REDUCTIONS[r.reduction]
         edge_map = SegmentMap(r, self.vector)

@@ -39,7 +39,6 @@ class IndexSort:
 
     @property
     def tiles(self) -> int:
-        """The number of CTAs."""
         return math.ceil(self.rows / (_THREADS * self.items))
 
     @property

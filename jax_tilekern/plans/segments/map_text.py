@@ -19,7 +19,6 @@ class SegmentMap:
 
     @property
     def name(self) -> str:
-        """Its class in C++."""
         if self.reduction.text is not None:
             return "tilekern::GeneratedMap"
         (x,) = self.reduction.operands
@@ -28,7 +27,6 @@ class SegmentMap:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The types of its fields."""
         operands, indices = self.reduction.operands, self.reduction.indices
         if self.reduction.text is None:
             return (f"const {CXX_TYPES[operands[0].dtype]}*", "long long")

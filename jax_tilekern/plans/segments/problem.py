@@ -69,7 +69,6 @@ class SegmentReduction:
 
     @property
     def cxx_value(self) -> str:
-        """The type that is reduced in, in C++."""
         return CXX_TYPES[self.value]
 
     @property

@@ -33,7 +33,6 @@ class ScannedSegments:
         return r.edges <= _MOST_EDGES and r.edges * rows <= _MOST_COMPARISONS
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
-        """Compile it."""
         r = self.reduction
         edge_map = SegmentMap(r, r.vector)
         operation, out = CXX_REDUCTIONS[r.reduction], CXX_TYPES[r.out_dtype]

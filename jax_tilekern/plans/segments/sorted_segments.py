@@ -54,7 +54,6 @@ class SortedSegments:
         return max(2, _LOADS // max(1, wide))
 
     def plan(self, gpu: Gpu) -> LaunchPlan | NoKernel:
-        """Compile it."""
         r = self.reduction
         if (refused := too_many_items(r.edges, r.bins)) is not None:
             return refused

@@ -39,7 +39,6 @@ class TopK:
 
 
 def plan_top_k(problem: TopK, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan a launch."""
     rows, columns, k, dtype = problem.rows, problem.columns, problem.k, problem.dtype
     if dtype not in _DTYPES:
         return NoKernel(f"no kernel orders {dtype}")
