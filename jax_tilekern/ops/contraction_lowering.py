@@ -133,9 +133,8 @@ class LoweredProduct(NamedTuple):
     # MLIR values of the arrays that the kernel reads: the product's operands in its order, and the
     # bounds if there are groups.
     operands: tuple[Any, ...]
-    # Batch strides, that of the group if there is one, and the strides of m and n of each further
-    # array.
-    further_strides: tuple[tuple[int, ...], ...]
+    # For each extra array: batch strides, that of the group if there is one, and those of m and n.
+    extra_strides: tuple[tuple[int, ...], ...]
 
 
 def state_problem(
@@ -146,11 +145,11 @@ def state_problem(
     contraction: Contraction,
     precision: Any,
     out_dtype: np.dtype[Any],
-    further: Sequence[Labels] = (),
+    extra: Sequence[Labels] = (),
 ) -> LoweredProduct | Rewrite | Fallback:
     """State the product that a contraction is, or return how it is computed without stating one.
 
-    ``further`` has the labels of further arrays that an epilogue reads and writes.
+    ``extra`` has the labels of extra arrays that an epilogue reads and writes.
     """
     c = contraction
     lhs, rhs = _factors(operands, c)
@@ -179,7 +178,7 @@ def state_problem(
     for left, right in ((lhs.source, rhs.source), (lhs, rhs)):
         labels = dataclasses.replace(c, lhs=left.labels, rhs=right.labels)
         avals = (left.aval, right.aval, *(x.aval for x in bounds))
-        found = matmul_geometry(labels, *(x.shape for x in avals), further=further)
+        found = matmul_geometry(labels, *(x.shape for x in avals), extra=extra)
         if isinstance(found, str):
             obstacle = found
             continue
@@ -190,13 +189,13 @@ def state_problem(
             c.group is None
             and left.value == right.value
             and found.geometry.is_of_transpose
-            and not any({*c.rows, *c.columns}.intersection(own) for own in further)
+            and not any({*c.rows, *c.columns}.intersection(own) for own in extra)
         )
         product = Product(found.geometry, *types_of, arithmetic, symmetric=is_symmetric)
         obstacle = platform.obstacle(product.geometry)
         if obstacle is None:
             read = (left.value, right.value, *(x.value for x in bounds))
-            return LoweredProduct(product, read, found.further_strides)
+            return LoweredProduct(product, read, found.extra_strides)
     assert obstacle is not None
     if c.mergeable() == c:
         return Fallback(obstacle)

@@ -195,14 +195,14 @@ def _dims(name: str) -> Dims:
 
 
 def _rule(
-    further: Sequence[tuple[Dims, Any]],
+    leading: Sequence[tuple[Dims, Any]],
     primals: Sequence[Any],
     results: Sequence[Dims],
     names: Names,
     passes: int,
 ) -> ShardingRule:
     """Return the rule of a call that computes each product of the layer so many times."""
-    operands = [*further, *((_dims(name), x) for name, x in zip(names, primals, strict=False))]
+    operands = [*leading, *((_dims(name), x) for name, x in zip(names, primals, strict=False))]
     sizes = sizes_of(*((dims, x.shape) for dims, x in operands))
     shapes = {name: x.shape for name, x in zip(names, primals, strict=False)}
     matrices = [math.prod(x[1:]) for name, x in shapes.items() if name.startswith("w_")]
@@ -225,8 +225,8 @@ def _sharding_rule(*operands: Any, names: Names, **_: Any) -> ShardingRule:
 
 def _rule_of_tangent(*operands: Any, names: Names, moving: Names, **_: Any) -> ShardingRule:
     tangents, primals = operands[: len(moving)], operands[len(moving) :]
-    further = [(_dims(name), x) for name, x in zip(moving, tangents, strict=True)]
-    return _rule(further, primals, [_RESULT], names, 3)
+    leading = [(_dims(name), x) for name, x in zip(moving, tangents, strict=True)]
+    return _rule(leading, primals, [_RESULT], names, 3)
 
 
 def _rule_of_cotangents(

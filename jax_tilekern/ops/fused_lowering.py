@@ -69,7 +69,7 @@ def planners(
     return {"cpu": Planner(refusal, plan_on_cpu), "cuda": Planner(refusal, plan_on_cuda)}
 
 
-# ``state(factors, out_dtype=..., further=...)`` states a product, or how it is computed otherwise.
+# ``state(factors, out_dtype=..., extra=...)`` states a product, or how it is computed otherwise.
 State = Callable[..., LoweredProduct | Rewrite | Fallback]
 
 
@@ -129,7 +129,7 @@ def fused_kernel(
         state,
         # A kernel whose results are reductions alone stores no element of this type.
         out_dtype=function.out_dtypes[0] if function.elements else accumulator,
-        further=(*operand_labels, *stored[min(1, function.elements) :]),
+        extra=(*operand_labels, *stored[min(1, function.elements) :]),
     )
     problem = state(factors)
     if not isinstance(problem, LoweredProduct):
@@ -153,7 +153,7 @@ def fused_kernel(
         text,
         function,
         dtypes,
-        problem.further_strides,
+        problem.extra_strides,
         batch=geometry.batch,
         m=geometry.m,
         products=1 if second is None else 2,

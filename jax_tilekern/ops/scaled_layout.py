@@ -70,9 +70,9 @@ def strided_product(
     shapes: Sequence[Sequence[int]],
     scales: Sequence[Scales],
     of_scales: Sequence[Sequence[int]],
-    further: Sequence[Labels],
+    extra: Sequence[Labels],
 ) -> tuple[MatmulGeometry, tuple[Scales, Scales], tuple[tuple[int, ...], ...]]:
-    """Return the strided product, where the scales lie, and the strides of further arrays."""
+    """Return the strided product, where the scales lie, and the strides of extra arrays."""
     c = contraction
     of_lhs, of_rhs = (
         dict(zip(labels, strides, strict=True))
@@ -80,7 +80,7 @@ def strided_product(
     )
     sizes = dict(zip((*c.lhs, *c.rhs), (*shapes[0], *shapes[1]), strict=True))
     lhs, rhs, out, *others = (
-        row_major_strides(labels, sizes) for labels in (c.lhs, c.rhs, c.out, *further)
+        row_major_strides(labels, sizes) for labels in (c.lhs, c.rhs, c.out, *extra)
     )
 
     def dimension(x: int) -> Dimension:
@@ -100,25 +100,23 @@ def strided_product(
         out_strides=(*(x.out for x in batch), n, 1),
     )  # fmt: skip
     left, right = (
-        dataclasses.replace(x, batch_strides=tuple(dim.further[i] for dim in batch))
+        dataclasses.replace(x, batch_strides=tuple(dim.extra[i] for dim in batch))
         for i, x in enumerate((left, right))
     )
     strides = tuple(
-        (*(dim.further[2 + i] for dim in batch), *(x.get(y, 0) for y in c.out[-2:]))
+        (*(dim.extra[2 + i] for dim in batch), *(x.get(y, 0) for y in c.out[-2:]))
         for i, x in enumerate(others)
     )
     return geometry, (left, right), strides
 
 
-def _are_rows(
-    dim: Dimension, m: int, n: int, k: int, scales: Scales, further: Sequence[int]
-) -> bool:
+def _are_rows(dim: Dimension, m: int, n: int, k: int, scales: Scales, extra: Sequence[int]) -> bool:
     """Whether a batch dimension continues the rows of ``lhs``, which has it alone.
 
-    ``further`` has the strides of the rows of further arrays.
+    ``extra`` has the strides of the rows of extra arrays.
     """
     blocks, rest = divmod(m, scales.block_rows)
-    strides = (dim.further[0], *dim.further[2:])
-    wanted = (blocks * scales.row_stride, *(m * x for x in further))
+    strides = (dim.extra[0], *dim.extra[2:])
+    wanted = (blocks * scales.row_stride, *(m * x for x in extra))
     continues = scales.row_stride and strides == wanted
     return (dim.lhs, dim.rhs, dim.out) == (m * k, 0, m * n) and bool(continues) and not rest

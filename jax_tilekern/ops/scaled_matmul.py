@@ -541,10 +541,10 @@ def _cuda(
         )
     read = (*(x.value for x in factors[:2]), *(x.value for x in stored))
 
-    def state(_: Any, out_dtype: np.dtype[Any], further: Sequence[Labels] = ()) -> LoweredProduct:
+    def state(_: Any, out_dtype: np.dtype[Any], extra: Sequence[Labels] = ()) -> LoweredProduct:
         shapes = [x.aval.shape for x in factors[:2]]
         geometry, of_both, strides = strided_product(
-            contraction, shapes, scales, [x.strides for x in stored], further
+            contraction, shapes, scales, [x.strides for x in stored], extra
         )
         left_dtype, right_dtype = (x.aval.dtype for x in factors[:2])
         stated = Product(geometry, left_dtype, right_dtype, out_dtype, "fp8", scales=of_both)

@@ -385,7 +385,7 @@ def _stated(
         out_strides=(*(x.out for x in dims), n, 1),
     )  # fmt: skip
     of_lhs, of_rhs = (
-        dataclasses.replace(found, batch_strides=tuple(x.further[i] for x in dims))
+        dataclasses.replace(found, batch_strides=tuple(x.extra[i] for x in dims))
         for i, found in enumerate(
             (
                 _scales(lhs, lhs_scales, columns_first=True),

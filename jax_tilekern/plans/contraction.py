@@ -233,9 +233,8 @@ class Oriented(NamedTuple):
 
     geometry: MatmulGeometry
     swapped: bool
-    # Batch strides, that of the group if there is one, and the strides of m and n of each further
-    # array.
-    further_strides: tuple[tuple[int, ...], ...] = ()
+    # For each extra array: batch strides, that of the group if there is one, and those of m and n.
+    extra_strides: tuple[tuple[int, ...], ...] = ()
 
 
 class Dimension(NamedTuple):
@@ -246,22 +245,21 @@ class Dimension(NamedTuple):
     rhs: int
     out: int
     bounds: int
-    # Arrays of an epilogue.
-    further: tuple[int, ...]
+    extra: tuple[int, ...]  # of the arrays of an epilogue, or of scales
 
     @property
     def strides(self) -> tuple[int, ...]:
-        return (*self[1:5], *self.further)
+        return (*self[1:5], *self.extra)
 
 
 def matmul_geometry(
-    contraction: Contraction, *shapes: Sequence[int], further: Sequence[Labels] = ()
+    contraction: Contraction, *shapes: Sequence[int], extra: Sequence[Labels] = ()
 ) -> Oriented | str:
     """Collapse a contraction of row-major arrays into one strided product, or grouped GEMM.
 
     The output's unit stride must lie along the product's columns, so A and B are swapped if it lies
     along the rows. All sizes are at least 1, and the bounds have one more than there are groups.
-    ``further`` labels the dimensions of arrays that an epilogue reads and writes, without those
+    ``extra`` labels the dimensions of arrays that an epilogue reads and writes, without those
     that they are broadcast over. The result is the geometry, or in words what stands in the way;
     without groups the product of :meth:`Contraction.mergeable` has a geometry.
     """
@@ -275,11 +273,11 @@ def matmul_geometry(
         bounds_strides[c.group] = 0
         sizes[c.group] -= 1
     strides = [row_major_strides(labels, sizes) for labels in (c.lhs, c.rhs, c.out)]
-    further_strides = [row_major_strides(labels, sizes) for labels in further]
+    extra_strides = [row_major_strides(labels, sizes) for labels in extra]
 
     def dimension(label: int) -> Dimension:
         lhs, rhs, out, bounds = (x.get(label, 0) for x in (*strides, bounds_strides))
-        more = tuple(x.get(label, 0) for x in further_strides)
+        more = tuple(x.get(label, 0) for x in extra_strides)
         return Dimension(sizes[label], lhs, rhs, out, bounds, more)
 
     batch, rows, columns, contracted = (
@@ -292,7 +290,7 @@ def matmul_geometry(
         return "the contracted dimensions lie in different orders in the two operands"
     if c.ragged_dimension != "m" and any(dim.out == 1 for dim in rows):
         left, right, *others = shapes
-        oriented = matmul_geometry(c.swapped(), right, left, *others, further=further)
+        oriented = matmul_geometry(c.swapped(), right, left, *others, extra=extra)
         return oriented._replace(swapped=True) if isinstance(oriented, Oriented) else oriented
 
     k = ragged if c.ragged_dimension == "k" else next(iter(contracted), None)
@@ -312,15 +310,13 @@ def matmul_geometry(
         return f"{len(batch)} separate batch dimensions{beside} (at most {most})"
     groups = [dimension(label) for label in _present(c.group)]
     product = strided_product([*batch, *groups], m, n, k)
-    further_of_dims = [
-        dim.further if dim else (0,) * len(further) for dim in (*batch, *groups, m, n)
-    ]
+    dim_extras = [dim.extra if dim else (0,) * len(extra) for dim in (*batch, *groups, m, n)]
     return Oriented(
         product
         if c.ragged_dimension is None
         else GroupedGeometry.of(product, c.ragged_dimension, tuple(dim.bounds for dim in batch)),
         swapped=False,
-        further_strides=tuple(zip(*further_of_dims, strict=True)),
+        extra_strides=tuple(zip(*dim_extras, strict=True)),
     )
 
 

@@ -73,11 +73,11 @@ def jvp(
     types = [x.dtype for x in (*arrays, *given)]
     name = call.function.name if call.function else f"segment_{call.reduction}"
 
-    def summed(function: ScalarFunction, *further: int) -> Array:
+    def summed(function: ScalarFunction, *tangents_read: int) -> Array:
         """Sum a function of the arrays and of some of the tangents."""
-        moved = [moving[i] for i in further]
+        moved = [moving[i] for i in tangents_read]
         return reduce(
-            read._replace(arrays=(*arrays, *(given[i] for i in further))),
+            read._replace(arrays=(*arrays, *(given[i] for i in tangents_read))),
             dataclasses.replace(
                 call,
                 gathers=(*gathers, *(call.gathers[i] for i in moved)),
