@@ -35,14 +35,8 @@ _settings: Any = jax.make_user_context(())
 class Setting(Generic[T]):
     """A hashable value that contexts of a thread change, and that JAX's cache keys have.
 
-    Parameters
-    ----------
-    name
-        Its name, which no other setting has.
-    default
-        The value outside of every context.
-    is_traced
-        Whether the calls that are traced in a context have its value wherever they are lowered.
+    ``name`` is its own, and ``default`` its value outside of every context. If it ``is_traced``,
+    the calls that are traced in a context have its value wherever they are lowered.
     """
 
     def __init__(self, name: str, default: T, *, is_traced: bool = False) -> None:

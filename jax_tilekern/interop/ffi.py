@@ -99,26 +99,10 @@ def cuda_launch(
 ) -> Sequence[Any]:
     """Emit a call that executes a launch plan; return the MLIR values of the rule's own results.
 
-    Parameters
-    ----------
-    ctx
-        The lowering rule's context.
-    operands
-        MLIR values, row-major in memory; they need not be the rule's own operands.
-    plan
-        What to do.
-    aliases
-        Operands whose buffers are those of results: XLA copies such an operand first if something
-        else still reads it.
-    scratch
-        Types of more results, after the rule's own; all are row-major.
-    checked
-        Run under the checks of :func:`jax_tilekern.cuda_kernel`'s ``debug``.
-
-    Raises
-    ------
-    ValueError
-        If the plan is for another number of buffers.
+    Operands are MLIR values, row-major in memory, and not always the rule's own. XLA copies an
+    operand whose buffer is a result's by ``aliases`` first if something else still reads it.
+    ``scratch`` has types of more results, after the rule's own, and ``checked`` runs the checks of
+    ``debug`` of :func:`jax_tilekern.cuda_kernel`.
     """
     avals = (*ctx.avals_out, *scratch)
     if len(operands) + len(avals) != len(plan.alignments):
@@ -144,17 +128,10 @@ def cuda_launch(
 
 @dataclass(frozen=True)
 class CpuCall:
-    """A call of a CPU handler.
+    """A call of a CPU handler."""
 
-    Attributes
-    ----------
-    target
-        The handler, one of ``FFI_TARGETS``.
-    attributes
-        What the handler reads: integers, and tuples of integers, which must not be empty.
-    """
-
-    target: str
+    target: str  # one of FFI_TARGETS
+    # What the handler reads: integers, and tuples of integers, which must not be empty.
     attributes: Mapping[str, int | tuple[int, ...]]
 
 
@@ -184,20 +161,7 @@ def emit(
 
 
 def cpu_matmul_kernel(types: Sequence[str], attributes: Mapping[str, Any]) -> str:
-    """Return the name of the kernel that a ``CPU_MATMUL`` call takes on this machine.
-
-    Parameters
-    ----------
-    types
-        NumPy's names of the types of ``lhs``, ``rhs`` and the result.
-    attributes
-        The call's attributes, as those of :class:`CpuCall`.
-
-    Raises
-    ------
-    ValueError
-        If the handler would refuse the call.
-    """
+    """Return the kernel of a ``CPU_MATMUL`` call of the types of lhs, rhs and the result."""
     lhs, rhs, out = types
     lists = {name: list(values) for name, values in attributes.items()}
     return _core.cpu_matmul_kernel(lhs, rhs, out, **lists)
@@ -241,25 +205,9 @@ def call_private(
 ) -> Sequence[Any]:
     """Call a private function of the module that is being lowered; the first call defines it.
 
-    XLA inlines the calls before it optimises anything. What the function emits then has the
-    ``op_name`` of the call, with ``name`` at its end.
-
-    Parameters
-    ----------
-    ctx
-        The lowering rule's context.
-    name
-        For people: what the operation is called in HLO and in profiles.
-    digest
-        Differs wherever what is emitted does, and does not depend on the process.
-    operands
-        MLIR values.
-    emit
-        Emits the operation on values of the same types, and returns its results.
-
-    Returns
-    -------
-    The MLIR values of the results.
+    XLA inlines the calls before it optimises anything. What ``emit(operands)`` emits then has the
+    ``op_name`` of the call, with ``name`` at its end. ``digest`` differs wherever what is emitted
+    does, and does not depend on the process.
     """
     symbols = ctx.module_context.symbol_table
     symbol = f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}_{digest}"

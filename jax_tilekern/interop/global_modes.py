@@ -33,22 +33,13 @@ _64_BITS = frozenset(map(np.dtype, (np.float64, np.int64, np.uint64, np.complex1
 
 
 class Modes(NamedTuple):
-    """Values of JAX's modes that change what a function means.
+    """Values of JAX's modes that change what a function means."""
 
-    Attributes
-    ----------
-    x64
-        Whether there are 64-bit types (``jax_enable_x64``).
-    dtype_promotion, rank_promotion
-        Whether types and ranks of operands may differ.
-    matmul_precision
-        The precision of products that name none.
-    """
-
-    x64: bool = False
+    x64: bool = False  # jax_enable_x64
+    # Whether types and ranks of operands may differ.
     dtype_promotion: Any = "standard"
     rank_promotion: Any = "allow"
-    matmul_precision: Any = None
+    matmul_precision: Any = None  # of products that name none
 
     @classmethod
     def current(cls) -> Modes:
@@ -83,11 +74,8 @@ class Modes(NamedTuple):
 def by_types(*values: Any) -> contextlib.AbstractContextManager[None]:
     """Return a context in which only types decide what a function means.
 
-    Parameters
-    ----------
-    *values
-        Trees of arrays, of abstract values and of types. 64-bit types are enabled if one of them
-        has 64 bits. An object with ``dtypes`` stands for these.
+    64-bit types are enabled if one of the types in trees of arrays, abstract values and types has
+    64 bits. An object with ``dtypes`` stands for these.
     """
     return Modes().with_types_of(*values).entered()
 
@@ -146,17 +134,10 @@ def by_xla(function: Callable[P, R]) -> Callable[P, R]:
 def intercept(
     primitive: compat.Primitive, replacement: Callable[..., Any], group: Group = "products"
 ) -> None:
-    """Make ``primitive`` trace to ``replacement`` inside :func:`intercepting`.
+    """Make a primitive of JAX trace to ``replacement`` inside :func:`intercepting` of a group.
 
-    Parameters
-    ----------
-    primitive
-        A primitive of JAX.
-    replacement
-        A function of the operands and parameters of the primitive. Its own calls bind JAX's
-        primitives.
-    group
-        Which context it is for.
+    ``replacement`` takes the operands and parameters of the primitive. Its own calls bind JAX's
+    primitives.
     """
     bind: Callable[..., Any] = primitive.bind
     # The primitive's parameters are final: no mode changes what they say.

@@ -86,11 +86,6 @@ def note_fallback(call: str, reason: str, platform: str | None = None) -> None:
 
     Without a platform it does so on every one. A program for GPUs that has no kernel because there
     is no GPU to plan for is worth a warning, unless :func:`explain` shows the reason.
-
-    Raises
-    ------
-    FallbackError
-        Inside :func:`strict`, unless it allows fallbacks.
     """
     where = "" if platform is None else f" on {platform}"
     logger.info("%s%s falls back to XLA: %s", call, where, reason)
@@ -109,13 +104,7 @@ def note_fallback(call: str, reason: str, platform: str | None = None) -> None:
 
 
 def note_failure(error: Exception) -> str:
-    """Report that a kernel cannot be compiled or launched, and return that in one line.
-
-    Raises
-    ------
-    Exception
-        ``error`` itself, inside :func:`strict`.
-    """
+    """Report that a kernel cannot be compiled or launched; return that in one line."""
     if _mode.value != "DEFAULT":
         raise error
     first_line, *_ = str(error).splitlines()

@@ -46,21 +46,11 @@ from jax_tilekern.primitives.operation import (
 
 
 class _Platform(NamedTuple):
-    """How a platform computes complex products.
+    """How a platform computes complex products."""
 
-    Attributes
-    ----------
-    real
-        What its kernels of real products support.
-    kernel
-        ``kernel(product, operands)`` plans one.
-    verdict
-        Whether a real product computes a complex one.
-    """
-
-    real: contraction_lowering.Platform
-    kernel: Callable[..., PlannedKernel | Fallback]
-    verdict: Callable[[ComplexProduct], Verdict]
+    real: contraction_lowering.Platform  # what its kernels of real products support
+    kernel: Callable[..., PlannedKernel | Fallback]  # kernel(product, operands) plans one.
+    verdict: Callable[[ComplexProduct], Verdict]  # whether a real product computes a complex one
 
     def arithmetic(self, dtype: np.dtype[Any], precision: Any) -> str | None:
         """Return the arithmetic of products of parts."""

@@ -26,16 +26,11 @@ def jitted(
     So are the functions of ``jax.numpy``. An eager call is then the dispatch of a compiled program,
     and a call inside a ``jit`` copies equations that were made for the same types before.
 
-    Parameters
-    ----------
-    static
-        The parameters that are no operands. Sequences among them become tuples, which have a hash.
-    functions
-        The parameters that are functions of the user's: keywords, or the last one that has a
-        position. A call is traced once for each function object. Those that were used last are
-        kept with their programs.
-    unless
-        Keywords with any of which a call is not jitted, because it looks at values.
+    ``static`` are the parameters that are no operands; sequences among them become tuples, which
+    have a hash. ``functions`` are those that are functions of the user's: keywords, or the last one
+    that has a position. A call is traced once for each function object, and those that were used
+    last are kept with their programs. A call with a keyword of ``unless`` is not jitted, because it
+    looks at values.
     """
 
     def decorate(function: Function) -> Function:

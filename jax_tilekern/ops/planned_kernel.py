@@ -22,17 +22,10 @@ def planned_kernel(
     planner: Callable[..., LaunchPlan | NoKernel],
     *problem: Hashable,
 ) -> PlannedKernel | Fallback:
-    """Return the kernel that ``planner(*problem, gpu)`` finds, or why there is none.
+    """Return the kernel of MLIR operands that ``planner(*problem, gpu)`` finds, or why it does not.
 
     A kernel that cannot be compiled or launched is a warning and XLA's operation, unless
     :func:`jax_tilekern.strict` makes it an error.
-
-    Parameters
-    ----------
-    operands
-        MLIR values of the arrays that the kernel reads.
-    planner, problem
-        What plans the call, and what it is told of it.
     """
     try:
         gpu = current_gpu()

@@ -24,25 +24,13 @@ class Candidate(ABC):
 
     @abstractmethod
     def plan(self, gpu: Gpu) -> LaunchPlan:
-        """Compile it.
-
-        Raises
-        ------
-        NvrtcNotFound
-            If there is no NVRTC to compile the kernels with.
-        """
+        """Compile it."""
 
 
 class CostedCandidate(Candidate):
-    """A candidate that a cost model ranks.
+    """A candidate that a cost model ranks."""
 
-    Attributes
-    ----------
-    cycles
-        The estimated cost, in cycles of the SM clock.
-    """
-
-    cycles: float
+    cycles: float  # The estimated cost, in cycles of the SM clock.
 
     @property
     def kind(self) -> str:
@@ -56,17 +44,10 @@ class CostedCandidate(Candidate):
 
 
 class Family(NamedTuple):
-    """Kernels of one design.
+    """Kernels of one design."""
 
-    Attributes
-    ----------
-    arithmetics
-        Those that it computes in.
-    candidates
-        The candidates for a product in one of them, or why there is none.
-    """
-
-    arithmetics: Collection[str]
+    arithmetics: Collection[str]  # those that it computes in
+    # The candidates for a product in one of them, or why there is none.
     candidates: Callable[[Product, Gpu], Sequence[CostedCandidate] | NoKernel]
 
 
