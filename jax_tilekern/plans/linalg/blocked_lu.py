@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, Launch, Scalars
+from jax_tilekern.plans.launch import Buffer, Launch, Parameter, Scalars
 from jax_tilekern.plans.linalg.block_products import BLOCK, Matrix, Products, ints
 
 PANEL = 32
@@ -31,9 +32,19 @@ _EXCHANGED_BYTES = 128
 SUBSTITUTED_COLUMNS = 32
 
 _I32 = np.dtype(np.int32)
-_PIVOTS = "linalg/blocked_lu_pivots.cuh"
 _UPDATE = "linalg/blocked_lu_update.cuh"
 _SUBSTITUTION = "linalg/block_substitution.cuh"
+_FILES = {
+    "blocked_lu_pivots": "linalg/blocked_lu_pivots.cuh",
+    "blocked_lu_update": _UPDATE,
+    "blocked_lu_exchange": _UPDATE,
+    "blocked_lu_multiples": _UPDATE,
+    "block_substitution": _SUBSTITUTION,
+    "copy_and_extend": _SUBSTITUTION,
+    "copy_unit_lower": _SUBSTITUTION,
+    "permute_columns": _SUBSTITUTION,
+}
+_BEGIN = Kernel(_UPDATE, "tilekern::blocked_lu_begin")
 
 
 @dataclass(frozen=True)
@@ -62,107 +73,65 @@ class Workspaces:
 
 
 @dataclass(frozen=True)
-class _UpdateKernel:
-    """The kernel that applies a panel to the rest of its block, with so many warps."""
-
-    kernel: Kernel
-    warps: int
-
-    @property
-    def rows(self) -> int:
-        return 8 * self.warps
-
-    @property
-    def shared_elements(self) -> int:
-        """Elements of `UpdateTile`: the pivots' rows, the multiples, and the panel's steps."""
-        return PANEL * BLOCK + PANEL * (self.rows + 4) + _STEPS_ELEMENTS
-
-
-@dataclass(frozen=True)
 class Elimination:
-    """The elimination of a matrix and the back substitution, on compiled kernels."""
+    """The elimination of a matrix, for its inverse or a solution, and the back substitution."""
 
     size: int
     dtype: np.dtype[Any]
     gpu: Gpu
     products: Products
+    inverse: bool
 
-    def kernel(self, file: str, name: str, *choices: int | str) -> Kernel:
+    def _kernel(self, name: str, *choices: int | str) -> Kernel:
         arguments = ", ".join([CXX_TYPES[self.dtype], *map(str, choices)])
-        return Kernel(file, f"tilekern::{name}<{arguments}>")
+        return Kernel(_FILES[name], f"tilekern::{name}<{arguments}>")
 
-    @property
-    def begin(self) -> Kernel:
-        """Sets what the first panel expects."""
-        return Kernel(_UPDATE, "tilekern::blocked_lu_begin")
-
-    @property
-    def exchange(self) -> Kernel:
-        """Moves the pivots' rows of a block to its top."""
-        return self.kernel(_UPDATE, "blocked_lu_exchange")
-
-    @property
-    def multiples(self) -> Kernel:
-        """Copies what the product for a block reads."""
-        return self.kernel(_UPDATE, "blocked_lu_multiples")
-
-    @property
-    def forward_substitution(self) -> Kernel:
-        """Solves with the unit lower factor of a block's pivots."""
-        return self.kernel(_SUBSTITUTION, "block_substitution", "true")
-
-    @property
-    def back_substitution(self) -> Kernel:
-        """Solves with the upper factor of a block's pivots."""
-        return self.kernel(_SUBSTITUTION, "block_substitution", "false")
-
-    @property
-    def copy_and_extend(self) -> Kernel:
-        """Copies a matrix into a larger one."""
-        return self.kernel(_SUBSTITUTION, "copy_and_extend")
-
-    @property
-    def copy_unit_lower(self) -> Kernel:
-        """Copies the inverse of the lower factor."""
-        return self.kernel(_SUBSTITUTION, "copy_unit_lower")
-
-    @property
-    def permute_columns(self) -> Kernel:
-        """Moves columns to where the rows of the matrix were."""
-        return self.kernel(_SUBSTITUTION, "permute_columns")
-
-    def pivots(self, rows: int) -> tuple[Kernel, int]:
+    def _pivots(self, rows: int) -> tuple[Kernel, int]:
         """Return the kernel that finds the pivots of a panel, and its CTAs."""
         own = next(n for n in _ROWS_OF_GROUP if rows <= n * _PIVOTS_GROUPS * _PIVOTS_CTAS)
         ctas = math.ceil(rows / (own * _PIVOTS_GROUPS))
         final = next(n for n in _ROWS_OF_GROUP if ctas * PANEL <= n * _PIVOTS_GROUPS)
-        return self.kernel(_PIVOTS, "blocked_lu_pivots", own, final), ctas
+        return self._kernel("blocked_lu_pivots", own, final), ctas
 
-    def update(self, rows: int) -> _UpdateKernel:
-        """Return the kernel that applies a panel to the rest of its block."""
+    def _update(self, rows: int) -> tuple[Kernel, int]:
+        """Return the kernel that applies a panel to the rest of its block, and its warps."""
         # As many CTAs as SMs, if there are as many rows.
         warps = 8 if rows >= 32 * self.gpu.sm_count else 4
-        return _UpdateKernel(self.kernel(_UPDATE, "blocked_lu_update", warps), warps)
+        return self._kernel("blocked_lu_update", warps), warps
 
-    def compiled(self, *, inverse: bool) -> Compiled:
-        """Compile all kernels but those of products."""
+    @functools.cached_property
+    def _compiled(self) -> Compiled:
+        """All kernels but those of products."""
         rows = range(BLOCK, self.size + 1, BLOCK)
-        own = (kernel for n in rows for kernel in (self.pivots(n)[0], self.update(n).kernel))
-        others = [
-            self.begin,
-            self.exchange,
-            self.forward_substitution,
-            self.back_substitution,
-            self.copy_and_extend,
-        ]
-        if inverse:
-            others += self.multiples, self.copy_unit_lower, self.permute_columns
-        return compile_kernels(*dict.fromkeys((*own, *others)), arch=self.gpu.arch)
+        kernels = [kernel for n in rows for kernel in (self._pivots(n)[0], self._update(n)[0])]
+        kernels += [_BEGIN, *(self._kernel("block_substitution", x) for x in ("true", "false"))]
+        kernels += [self._kernel(name) for name in ("blocked_lu_exchange", "copy_and_extend")]
+        if self.inverse:
+            names = ("blocked_lu_multiples", "copy_unit_lower", "permute_columns")
+            kernels += map(self._kernel, names)
+        return compile_kernels(*dict.fromkeys(kernels), arch=self.gpu.arch)
 
-    def substitution(
+    def launch(
         self,
-        compiled: Compiled,
-        kernel: Kernel,
+        kernel: Kernel | str,
+        ctas: int,
+        *parameters: Parameter,
+        threads: int = 256,
+        **more: Any,
+    ) -> Launch:
+        """Return the launch of a kernel, or of the only one of a name for the element type."""
+        kernel = self._kernel(kernel) if isinstance(kernel, str) else kernel
+        return Launch(
+            entry=self._compiled.entry(kernel.name),
+            grid=(ctas, 1, 1),
+            block=(threads, 1, 1),
+            parameters=parameters,
+            **more,
+        )
+
+    def _substitution(
+        self,
+        forward: str,
         triangle: Buffer,
         solutions: Buffer,
         columns: int,
@@ -171,63 +140,51 @@ class Elimination:
         skipped: int = -BLOCK,
     ) -> Launch:
         """Return the launch that solves with a triangle of a block, see ``block_substitution``."""
-        return Launch(
-            entry=compiled.entry(kernel.name),
-            grid=(columns // SUBSTITUTED_COLUMNS, 1, 1),
-            block=(256, 1, 1),
-            parameters=(
-                triangle, solutions, copies or Scalars.int64(0), *ints(*strides, skipped)
-            ),
-            # The solutions, and of two parts of the triangle the diagonal and what waits for it.
-            shared_memory_bytes=(SUBSTITUTED_COLUMNS + 2 * PANEL)
-            * BLOCK
-            * self.dtype.itemsize,
-        )  # fmt: skip
+        # The solutions, and of two parts of the triangle the diagonal and what waits for it.
+        rows = SUBSTITUTED_COLUMNS + 2 * PANEL
+        return self.launch(
+            self._kernel("block_substitution", forward),
+            columns // SUBSTITUTED_COLUMNS,
+            triangle,
+            solutions,
+            copies or Scalars.int64(0),
+            *ints(*strides, skipped),
+            shared_memory_bytes=rows * BLOCK * self.dtype.itemsize,
+        )
 
-    def eliminate(self, compiled: Compiled, matrix: Matrix, spaces: Workspaces) -> Iterator[Launch]:
+    def eliminate(self, matrix: Matrix, spaces: Workspaces) -> Iterator[Launch]:
         """Yield the launches that leave the upper factor, and eliminate what is right of it.
 
-        With a workspace for multiples, the inverse of the unit lower factor is below the upper one.
+        For an inverse, that of the unit lower factor is below the upper one.
         """
-        yield Launch(
-            entry=compiled.entry(self.begin.name),
-            grid=(math.ceil(self.size / 256), 1, 1),
-            block=(256, 1, 1),
-            parameters=(spaces.arrived, spaces.permutation, *ints(self.size)),
-        )
-        yield from self._factor_block(compiled, matrix, spaces, 0)
+        ctas = math.ceil(self.size / 256)
+        yield self.launch(_BEGIN, ctas, spaces.arrived, spaces.permutation, *ints(self.size))
+        yield from self._factor_block(matrix, spaces, 0)
         for first in range(0, self.size, BLOCK):
-            yield from self._eliminate_block(compiled, matrix, spaces, first)
+            yield from self._eliminate_block(matrix, spaces, first)
 
-    def _eliminate_block(
-        self, compiled: Compiled, matrix: Matrix, spaces: Workspaces, first: int
-    ) -> Iterator[Launch]:
+    def _eliminate_block(self, matrix: Matrix, spaces: Workspaces, first: int) -> Iterator[Launch]:
         """Yield the launches that eliminate a block, which is factored, from the rows below it."""
         stride, itemsize = matrix.stride, matrix.itemsize
-        inverse = spaces.multiples is not None
         rows = self.size - first
         block = matrix.at(first, first)
-        begin = 0 if inverse else first
+        begin = 0 if self.inverse else first
         # It needs the pivots, and moves rows in all columns.
-        yield Launch(
-            entry=compiled.entry(self.exchange.name),
-            grid=((stride - begin) * itemsize // _EXCHANGED_BYTES, 1, 1),
-            block=(256, 1, 1),
+        yield self.launch(
+            "blocked_lu_exchange",
+            (stride - begin) * itemsize // _EXCHANGED_BYTES,
+            matrix.buffer,
+            spaces.steps,
+            spaces.order,
+            spaces.permutation,
+            spaces.pivot_rows,
+            *ints(stride, first, begin),
             joins=True,
-            parameters=(
-                matrix.buffer,
-                spaces.steps,
-                spaces.order,
-                spaces.permutation,
-                spaces.pivot_rows,
-                *ints(stride, first, begin),
-            ),
         )
-        changed = 0 if inverse else first + BLOCK
+        changed = 0 if self.inverse else first + BLOCK
         pivot_rows = Matrix(spaces.pivot_rows, stride, itemsize)
-        yield self.substitution(
-            compiled,
-            self.forward_substitution,
+        yield self._substitution(
+            "true",
             block,
             pivot_rows.at(0, changed),
             stride - changed,
@@ -254,16 +211,16 @@ class Elimination:
             # Look-ahead: the next block is factored beside the update of the columns around it.
             end = following + BLOCK
             yield from update(self.products, below, below_stride, following, end)
-            yield from self._factor_block(compiled, matrix, spaces, following)
+            yield from self._factor_block(matrix, spaces, following)
         if spaces.multiples is not None:
-            yield Launch(
-                entry=compiled.entry(self.multiples.name),
-                grid=(min(rows // 4, 4 * self.gpu.sm_count), 1, 1),
-                block=(256, 1, 1),
-                parameters=(
-                    block, pivot_rows.at(0, first), spaces.multiples, *ints(rows, stride)
-                ),
-            )  # fmt: skip
+            yield self.launch(
+                "blocked_lu_multiples",
+                min(rows // 4, 4 * self.gpu.sm_count),
+                block,
+                pivot_rows.at(0, first),
+                spaces.multiples,
+                *ints(rows, stride),
+            )
             below, below_stride = spaces.multiples, BLOCK
         if rows > BLOCK:
             others = self.products.reserving(math.ceil(_FACTORING_SMS * self.gpu.sm_count))
@@ -271,71 +228,64 @@ class Elimination:
                 if begin < end:
                     yield from update(others, below, below_stride, begin, end)
 
-    def _factor_block(
-        self, compiled: Compiled, matrix: Matrix, spaces: Workspaces, first: int
-    ) -> Iterator[Launch]:
+    def _factor_block(self, matrix: Matrix, spaces: Workspaces, first: int) -> Iterator[Launch]:
         """Yield the launches that find the pivots of a block's columns and eliminate below them.
 
         Those after the first block run beside what follows them.
         """
         rows = self.size - first
         block = matrix.at(first, first)
-        (pivots, ctas), update = self.pivots(rows), self.update(rows)
+        (pivots, ctas), (update, warps) = self._pivots(rows), self._update(rows)
+        # `UpdateTile` has the pivots' rows, the multiples, and the panel's steps.
+        tile = PANEL * BLOCK + PANEL * (8 * warps + 4) + _STEPS_ELEMENTS
         for column in range(0, BLOCK, PANEL):
             scalars = ints(rows, matrix.stride, column)
-            yield Launch(
-                entry=compiled.entry(pivots.name),
-                grid=(ctas, 1, 1),
-                block=(_PIVOTS_THREADS, 1, 1),
+            yield self.launch(
+                pivots,
+                ctas,
+                block,
+                spaces.steps,
+                spaces.order,
+                spaces.arrived,
+                spaces.candidates,
+                spaces.panel_steps,
+                spaces.panel_rows,
+                *scalars,
+                threads=_PIVOTS_THREADS,
                 branches=first > 0,
                 overlaps=column > 0,
-                parameters=(
-                    block,
-                    spaces.steps,
-                    spaces.order,
-                    spaces.arrived,
-                    spaces.candidates,
-                    spaces.panel_steps,
-                    spaces.panel_rows,
-                    *scalars,
-                ),
             )
-            yield Launch(
-                entry=compiled.entry(update.kernel.name),
-                grid=(math.ceil(rows / update.rows), 1, 1),
-                block=(32 * update.warps, 1, 1),
+            yield self.launch(
+                update,
+                math.ceil(rows / (8 * warps)),
+                block,
+                spaces.steps,
+                spaces.panel_steps,
+                spaces.panel_rows,
+                *scalars,
+                threads=32 * warps,
                 branches=first > 0,
                 overlaps=True,
-                parameters=(
-                    block, spaces.steps, spaces.panel_steps, spaces.panel_rows, *scalars
-                ),
-                shared_memory_bytes=matrix.itemsize * update.shared_elements,
-            )  # fmt: skip
+                shared_memory_bytes=matrix.itemsize * tile,
+            )
 
     def substitute(
-        self, compiled: Compiled, matrix: Matrix, solutions: Matrix, columns: int
-    ) -> Iterator[Launch]:
-        """Yield the launches that solve with the upper factor."""
-        yield from self._substitute(compiled, matrix, solutions, columns, 0, self.size)
-
-    def _substitute(
         self,
-        compiled: Compiled,
         matrix: Matrix,
         solutions: Matrix,
         columns: int,
-        first: int,
-        rows: int,
+        first: int = 0,
+        rows: int | None = None,
     ) -> Iterator[Launch]:
-        """Yield the launches that solve for rows, to which the solutions below have been added.
+        """Yield the launches that solve for rows with the upper factor, by default for all.
 
-        Rows are halved recursively, so that most of the arithmetic is in products of a long ``k``,
-        which read and write their results less often.
+        The solutions below have been added to them. Rows are halved recursively, so that most of
+        the arithmetic is in products of a long ``k``, which access their results less often.
         """
+        rows = self.size if rows is None else rows
         if rows == BLOCK:
-            yield self.substitution(
-                compiled,
-                self.back_substitution,
+            yield self._substitution(
+                "false",
                 matrix.at(first, first),
                 solutions.at(first, 0),
                 columns,
@@ -344,7 +294,7 @@ class Elimination:
             return
         half = rows // BLOCK // 2 * BLOCK
         middle = first + half
-        yield from self._substitute(compiled, matrix, solutions, columns, middle, rows - half)
+        yield from self.substitute(matrix, solutions, columns, middle, rows - half)
         yield from self.products.launches(
             (half, columns, rows - half),
             matrix.at(first, middle),
@@ -353,4 +303,4 @@ class Elimination:
             (matrix.stride, solutions.stride, solutions.stride),
             "x1 - x0",
         )
-        yield from self._substitute(compiled, matrix, solutions, columns, first, half)
+        yield from self.substitute(matrix, solutions, columns, first, half)

@@ -9,14 +9,12 @@ and the products of a recursion.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.linalg.block_products import (
@@ -53,31 +51,28 @@ def plan_inverse(size: int, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | NoKe
         return _other_gpu(gpu)
     extended, itemsize = _rounded_up(size, BLOCK), dtype.itemsize
     operand, result, matrix, solutions, *spaces = map(Buffer, range(13))
-    elimination = Elimination(extended, dtype, gpu, Products(dtype, gpu, 13))
-    compiled = elimination.compiled(inverse=True)
+    elimination = Elimination(extended, dtype, gpu, Products(dtype, gpu, 13), inverse=True)
     own, x = (Matrix(buffer, extended, itemsize) for buffer in (matrix, solutions))
     workspaces = Workspaces(*spaces)
     try:
         launches = [
-            _copy(elimination, compiled, (operand, size, size), own, (extended, extended), 1),
-            *elimination.eliminate(compiled, own, workspaces),
-            _rows_of(
-                compiled,
-                elimination.copy_unit_lower,
-                extended,
-                (matrix, solutions, *ints(extended)),
+            _copy(elimination, (operand, size, size), own, (extended, extended), 1),
+            *elimination.eliminate(own, workspaces),
+            elimination.launch("copy_unit_lower", extended, matrix, solutions, *ints(extended)),
+            *elimination.substitute(own, x, extended),
+            elimination.launch(
+                "permute_columns",
+                size,
+                solutions,
+                workspaces.permutation,
+                result,
+                *ints(extended, size),
+                threads=512,
+                shared_memory_bytes=extended * itemsize,
             ),
-            *elimination.substitute(compiled, own, x, extended),
         ]
     except NoProduct as error:
         return NoKernel(str(error))
-    permuted = (solutions, workspaces.permutation, result, *ints(extended, size))
-    launches.append(
-        dataclasses.replace(
-            _rows_of(compiled, elimination.permute_columns, size, permuted, threads=512),
-            shared_memory_bytes=extended * itemsize,
-        )
-    )
     square = extended * extended * itemsize
     return _plan(
         f"blocked_lu inverse {dtype} {size}x{size}",
@@ -95,20 +90,17 @@ def plan_solution(size: int, columns: int, dtype: np.dtype[Any], gpu: Gpu) -> La
     extended, sides = _rounded_up(size, BLOCK), _rounded_up(columns, SUBSTITUTED_COLUMNS)
     stride, itemsize = extended + sides, dtype.itemsize
     a, b, result, matrix, *spaces = map(Buffer, range(12))
-    elimination = Elimination(extended, dtype, gpu, Products(dtype, gpu, 12))
-    compiled = elimination.compiled(inverse=False)
+    elimination = Elimination(extended, dtype, gpu, Products(dtype, gpu, 12), inverse=False)
     own = Matrix(matrix, stride, itemsize)
     x = Matrix(own.at(0, extended), stride, itemsize)
     to = Matrix(result, columns, itemsize)
     try:
         launches = [
-            _copy(elimination, compiled, (a, size, size), own, (extended, extended), 1),
-            _copy(elimination, compiled, (b, size, columns), x, (extended, sides)),
-            *elimination.eliminate(compiled, own, Workspaces(*spaces)),
-            *elimination.substitute(compiled, own, x, sides),
-            _copy(
-                elimination, compiled, (x.buffer, size, columns), to, (size, columns), stride=stride
-            ),
+            _copy(elimination, (a, size, size), own, (extended, extended), 1),
+            _copy(elimination, (b, size, columns), x, (extended, sides)),
+            *elimination.eliminate(own, Workspaces(*spaces)),
+            *elimination.substitute(own, x, sides),
+            _copy(elimination, (x.buffer, size, columns), to, (size, columns), stride=stride),
         ]
     except NoProduct as error:
         return NoKernel(str(error))
@@ -144,7 +136,6 @@ def _plan(
 
 def _copy(
     elimination: Elimination,
-    compiled: Compiled,
     source: tuple[Buffer, int, int],
     to: Matrix,
     extents: tuple[int, int],
@@ -155,24 +146,13 @@ def _copy(
     """Copy rows and columns of a buffer, which are contiguous unless there is a stride."""
     buffer, rows, columns = source
     extended_rows, extended_columns = extents
-    parameters = (
+    return elimination.launch(
+        "copy_and_extend",
+        extended_rows,
         buffer,
         to.buffer,
         *ints(rows, columns, extended_columns, stride or columns, to.stride),
         Scalars.pack("f" if to.itemsize == 4 else "d", diagonal),
-    )
-    return _rows_of(compiled, elimination.copy_and_extend, extended_rows, parameters)
-
-
-def _rows_of(
-    compiled: Compiled, kernel: Kernel, rows: int, parameters: tuple[Any, ...], threads: int = 256
-) -> Launch:
-    """Return a launch with a CTA for each row."""
-    return Launch(
-        entry=compiled.entry(kernel.name),
-        grid=(rows, 1, 1),
-        block=(threads, 1, 1),
-        parameters=parameters,
     )
 
 
