@@ -9,7 +9,7 @@ import pytest
 import jax_tilekern as jtk
 from jax_tilekern.interop import outcomes
 from jax_tilekern.interop.global_modes import _intercepting
-from jax_tilekern.plans.gpu import _target, known_gpu
+from jax_tilekern.plans.gpu import known_gpu, target
 from jax_tilekern.plans.policy import current_policy
 
 H100 = known_gpu("sm_90")
@@ -18,7 +18,7 @@ X = jnp.ones((4, 4))
 
 def state():
     """What the contexts change, in this thread."""
-    return bool(_intercepting.value), outcomes.current(), current_policy(), _target.value
+    return bool(_intercepting.value), outcomes.current(), current_policy(), target.value
 
 
 OUTSIDE = (False, "DEFAULT", "auto", None)
