@@ -66,7 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     models = {}
     for operation in dict.fromkeys(call.workload.operation for call in calls):
         own = [call for call in calls if call.workload.operation == operation]
-        models[operation] = _fitted(device, own, operation)
+        # Without a model, an operation is XLA's.
+        if any(call.ours and call.xla is not None for call in own):
+            models[operation] = _fitted(device, own, operation)
     if arguments.json is not None:
         content = {
             "format": FORMAT,

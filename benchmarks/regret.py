@@ -34,11 +34,10 @@ from benchmarks.samples.sample import draw_sample, purpose
 from jax_tilekern.cli.console import make_console, output_file, write_json
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.select import candidates
+from jax_tilekern.plans.gemm.select import candidates, workload_of
 from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.policy import choose, policy
-from jax_tilekern.plans.policy.workload import product_workload
 from jax_tilekern.plans.tuned import XLA, product_text
 from jax_tilekern.tuning.random_operands import Operands, beyond_cache
 
@@ -136,7 +135,7 @@ def _chosen(row: Record, gpu: Gpu) -> str:
     timed = (
         [] if isinstance(found, NoKernel) else [x for x in found if x.key in row["microseconds"]]
     )
-    taken = choose(product_workload(product), timed, gpu).candidate if timed else None
+    taken = choose(workload_of(product, timed), timed, gpu).candidate if timed else None
     return XLA if taken is None else taken.key
 
 

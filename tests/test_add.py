@@ -19,7 +19,7 @@ from nvrtc_mark import needs_nvrtc
 import jax_tilekern as jtk
 from jax_tilekern import _core
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.plans.add import ADDED_DTYPES, AddedDims, add_kernel, plan_add, vector_length
+from jax_tilekern.plans.add import ADDED_DTYPES, AddedDims, add_kernel, plan_add
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
 
@@ -261,18 +261,6 @@ def test_dims_address_what_broadcasting_does(dims):
         assert strides[-1] in (0, 1)
 
 
-def test_vectors_are_as_long_as_rows_allow():
-    def length(left, right, itemsize=4):
-        return vector_length(AddedDims.of(left, right), itemsize)
-
-    assert length((1001,), (1001,)) == 1
-    assert length((1008,), (1008,), 1) == 16
-    assert length((5, 64), (1, 64)) == 4
-    assert length((5, 66), (1, 66)) == 2
-    assert length((5, 63), (1, 63)) == 1
-    assert length((5, 64), (5, 1), 2) == 8
-
-
 def test_plans_that_no_launch_has():
     rank_7 = AddedDims.of((2, 1, 2, 1, 2, 1, 2), (1, 2, 1, 2, 1, 2, 1))
     huge = AddedDims.of((2**35,), (1,))
@@ -287,12 +275,7 @@ def test_plans_that_no_launch_has():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 @pytest.mark.one_in(3)
 def test_kernels_compile(arch):
-    kernels = {
-        add_kernel(dtype, vector)
-        for dtype in ADDED_DTYPES
-        for vector in (1, 2, 4, 8, 16)
-        if vector * dtype.itemsize <= 16
-    }
+    kernels = {add_kernel(dtype) for dtype in ADDED_DTYPES}
     compiled = compile_kernels(*kernels, arch=arch)
     assert compiled.log == ""
     for kernel in kernels:

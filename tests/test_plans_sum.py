@@ -11,7 +11,7 @@ from products import H100
 
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.reduction.problem import SummedDims
-from jax_tilekern.plans.reduction.select import sum_candidates, sum_dtype
+from jax_tilekern.plans.reduction.select import sum_candidate, sum_dtype
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -19,9 +19,9 @@ U32, U64 = np.dtype(np.uint32), np.dtype(np.uint64)
 
 
 def found(shape, axes, dtype=F32, gpu=H100):
-    candidates = sum_candidates(SummedDims.of(shape, axes), dtype, dtype, gpu)
-    assert not isinstance(candidates, NoKernel), candidates
-    return [only for candidate in candidates for (only,) in [candidate.passes]]
+    candidate = sum_candidate(SummedDims.of(shape, axes), dtype, dtype, gpu)
+    assert not isinstance(candidate, NoKernel), candidate
+    return candidate
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,22 @@ def elements_read(reduction):
     return sums
 
 
-@given(st.integers(1, 3), st.integers(2, 5), st.integers(2, 5))
+@given(st.integers(1, 3), st.integers(2, 5), st.integers(1, 5))
 def test_every_element_is_added_once(batch, k, columns):
     numbers = np.arange(batch * k * columns).reshape(batch, k, columns)
     expected = numbers.transpose(0, 2, 1).reshape(-1, k)
-    for step in found((batch, k, columns), (1,)):
-        summed = elements_read(step.reduction)
-        assert sorted(summed) == list(range(len(expected)))
-        for i, elements in summed.items():
-            assert sorted(elements) == sorted(expected[i])
+    (step,) = found((batch, k, columns), (1,)).passes
+    summed = elements_read(step)
+    assert sorted(summed) == list(range(len(expected)))
+    for i, elements in summed.items():
+        assert sorted(elements) == sorted(expected[i])
+
+
+def test_separate_dimensions_are_xlas():
+    dims = SummedDims.of((4, 5, 6), (0, 2))
+    assert "several separate dimensions" in sum_candidate(dims, F32, F32, H100).reason
+
+
+def test_parts_of_complex_numbers_are_columns():
+    (step,) = found((50, 7), (1,), np.dtype(np.complex64)).passes
+    assert (step.outputs, step.k, step.dtype) == (2, 7, F32)

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from products import F32, H100, TYPES, geometries
 
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, vector_product_candidates
-from jax_tilekern.plans.reduction.passes import reduction_passes
+from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, vector_product_candidate
+from jax_tilekern.plans.reduction.passes import reduction_candidate
 from jax_tilekern.plans.reduction.problem import Reduction
-from jax_tilekern.plans.reduction.row_sums import RowPass
 
 sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**16))
 vectors = st.builds(
@@ -33,21 +32,28 @@ def one_vector(product, side):
 @given(vectors, st.sampled_from("mn"))
 def test_every_pass_stays_inside_the_operands(product, side):
     geometry = (product := one_vector(product, side)).geometry
-    for candidate in vector_product_candidates(product, H100):
-        first = candidate.passes[0]
-        reduction = first.reduction
-        assert reduction.outputs * reduction.k == geometry.m * geometry.n * geometry.k
-        assert first.splits * first.split_k >= reduction.k
-        assert (first.splits - 1) * first.split_k < reduction.k
-        assert first.blocks < 2**31
-        # What a load must be a multiple of, every row is.
-        for stride in (*reduction.lhs_strides[:-2], *(reduction.rhs_strides or ())[:-1]):
-            if isinstance(first, RowPass):
-                assert stride * product.lhs_dtype.itemsize % first.vector_bytes == 0
-        for later in candidate.passes[1:]:
-            assert later.reduction.rhs_strides is None
-        if product.arithmetic == "int8":
-            assert {p.reduction.sum_dtype.name for p in candidate.passes} == {"uint32"}
+    candidate = vector_product_candidate(product, H100)
+    if candidate is None:
+        return
+    first, *rest = candidate.passes
+    assert first.outputs * first.k == geometry.m * geometry.n * geometry.k
+    assert first.chunks * first.chunk_k >= first.k
+    assert (first.chunks - 1) * first.chunk_k < first.k
+    assert first.ctas < 2**31
+    # Loads are vectors of adjacent elements, of which every distance between loads is a multiple.
+    *batch, output, k = first.lhs_strides
+    rhs_batch = (first.rhs_strides or (0,))[:-1]
+    if first.vector > 1:
+        assert first.columns or k == 1
+        assert output == 1 or not first.columns
+        others = (first.outputs, k if first.k > 1 else 0)
+        others = others if first.columns else (*rhs_batch, output if first.outputs > 1 else 0)
+        assert not any(stride % first.vector for stride in (*batch, *others))
+    for later in rest:
+        assert later.rhs_strides is None
+        assert later.k == first.chunks
+    if product.arithmetic == "int8":
+        assert {step.sum_dtype.name for step in candidate.passes} == {"uint32"}
 
 
 def elements_read(reduction):
@@ -64,25 +70,26 @@ def elements_read(reduction):
 def elements_summed(passes):
     """What each element of the result is the sum of, by following partial sums."""
     known = None
-    for step in passes.passes:
-        read = elements_read(step.reduction)
+    for step in passes:
         result = {}
-        for to, elements in read.items():
-            parts = [elements[i : i + step.split_k] for i in range(0, len(elements), step.split_k)]
-            parts = parts if step.splits > 1 else [elements]
-            assert len(parts) == step.splits
+        for to, elements in elements_read(step).items():
+            parts = [elements[i : i + step.chunk_k] for i in range(0, len(elements), step.chunk_k)]
+            assert len(parts) == step.chunks
             for i, part in enumerate(parts):
                 whole = part if known is None else [x for e in part for x in known[e]]
-                assert to + i * step.split_stride not in result
-                result[to + i * step.split_stride] = whole
+                assert to + i * step.results not in result
+                result[to + i * step.results] = whole
         known = result
     return known
 
 
 @pytest.mark.parametrize(
     ("batch", "outputs", "k", "k_major"),
-    [((), 1, 70000, True), ((), 5, 9000, True), ((), 8, 9000, False), ((2, 3), 4, 3000, False)],
-)
+    [
+        ((), 1, 70000, True), ((), 5, 9000, True), ((), 8, 9000, False), ((2, 3), 4, 3000, False),
+        ((3,), 1, 20000, True), ((), 700, 30, True),
+    ],
+)  # fmt: skip
 def test_every_element_is_added_once(batch, outputs, k, k_major):
     numbers = np.arange(math.prod(batch) * outputs * k)
     strides = [stride // 8 for stride in np.empty((*batch, outputs, k)).strides]
@@ -95,11 +102,17 @@ def test_every_element_is_added_once(batch, outputs, k, k_major):
     reduction = Reduction(
         batch, outputs, k, tuple(strides), (*(0 for _ in batch), 1), tuple(out), F32, F32, F32
     )
-    counts = set()
-    for passes in reduction_passes(reduction, H100):
-        summed = elements_summed(passes)
-        counts.add(len(passes.passes))
-        assert sorted(summed) == list(range(len(expected)))
-        for i, elements in summed.items():
-            assert sorted(elements) == sorted(expected[i])
-    assert max(counts) > 1
+    passes = reduction_candidate(reduction, H100, "sums").passes
+    assert len(passes) == (2 if math.prod(batch) * outputs < 700 else 1)
+    summed = elements_summed(passes)
+    assert sorted(summed) == list(range(len(expected)))
+    for i, elements in summed.items():
+        assert sorted(elements) == sorted(expected[i])
+
+
+def test_loads_that_would_be_scattered():
+    """A vector that is no row, and a matrix whose rows lie apart and have their elements apart."""
+    rows = Reduction((), 64, 64, (64, 1), (2,), (1,), F32, F32, F32)
+    apart = Reduction((), 64, 64, (128, 2), (1,), (1,), F32, F32, F32)
+    assert reduction_candidate(rows, H100, "sums") is None
+    assert reduction_candidate(apart, H100, "sums") is None

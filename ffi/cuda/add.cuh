@@ -8,30 +8,13 @@ namespace tilekern {
 inline constexpr int kMaxAddDims = 6;
 
 // Dimensions of the result, outermost first; unused ones come first with size 1. Strides are in
-// elements, 0 to broadcast. The innermost dimension consists of vectors. `plans/add.py` packs the
-// same fields in the same order.
+// elements, 0 to broadcast. `plans/add.py` packs the same fields in the same order.
 struct AddShape {
   int64 lhs_strides[kMaxAddDims];
   int64 rhs_strides[kMaxAddDims];
   uint32 sizes[kMaxAddDims];
-  uint32 threads;
+  uint32 elements;
 };
-
-// The elements of one vectorized access.
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) AddVector {
-  T elements[kCount];
-};
-
-// Loads a vector, or repeats an element that is broadcast.
-template <int kCount, typename T>
-inline AddVector<T, kCount> load_vector(const T* from, bool repeat) {
-  if (!repeat) return *reinterpret_cast<const AddVector<T, kCount>*>(from);
-  AddVector<T, kCount> vector;
-#pragma unroll
-  for (T& element : vector.elements) element = *from;
-  return vector;
-}
 
 template <typename T>
 inline T sum_of(T a, T b) {
@@ -44,12 +27,12 @@ inline float16 sum_of(float16 a, float16 b) {
   return from_float<float16>(to_float(a) + to_float(b));
 }
 
-// A thread adds one vector.
-template <typename T, int kVector>
+// A thread adds one pair of elements.
+template <typename T>
 __global__ void add(const T* lhs, const T* rhs, T* out, const __grid_constant__ AddShape shape) {
-  const uint32 thread = blockIdx.x * blockDim.x + threadIdx.x;
-  if (thread >= shape.threads) return;
-  uint32 rest = thread;
+  const uint32 element = blockIdx.x * blockDim.x + threadIdx.x;
+  if (element >= shape.elements) return;
+  uint32 rest = element;
 #pragma unroll
   for (int dim = kMaxAddDims - 1; dim >= 0 && rest > 0; --dim) {
     const uint32 index = rest % shape.sizes[dim];
@@ -57,13 +40,7 @@ __global__ void add(const T* lhs, const T* rhs, T* out, const __grid_constant__ 
     lhs += index * shape.lhs_strides[dim];
     rhs += index * shape.rhs_strides[dim];
   }
-  auto sums = load_vector<kVector>(lhs, shape.lhs_strides[kMaxAddDims - 1] == 0);
-  const auto addends = load_vector<kVector>(rhs, shape.rhs_strides[kMaxAddDims - 1] == 0);
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    sums.elements[i] = sum_of(sums.elements[i], addends.elements[i]);
-  }
-  reinterpret_cast<AddVector<T, kVector>*>(out)[thread] = sums;
+  out[element] = sum_of(*lhs, *rhs);
 }
 
 }  // namespace tilekern

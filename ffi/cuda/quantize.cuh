@@ -5,7 +5,7 @@
 #pragma once
 
 #include "block_scale.cuh"
-#include "reduction/reduction.cuh"
+#include "vector_loads.cuh"
 
 namespace tilekern {
 

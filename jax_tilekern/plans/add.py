@@ -11,13 +11,13 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
+from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy.setting import current_policy
 
 _MAX_DIMS = 6
 _THREADS = 256
-_MAX_THREADS = 2**32 - _THREADS
+_MAX_ELEMENTS = 2**32 - _THREADS
 
 # Element types that kernels add, on every platform.
 _NAMES = "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8"
@@ -25,19 +25,10 @@ ADDED_DTYPES = tuple(np.dtype(t) for t in (*_NAMES.split(), ml_dtypes.bfloat16))
 
 
 class AddedDims(NamedTuple):
-    """The fewest dimensions that describe how two row-major arrays are broadcast and added.
+    """The fewest dimensions that describe how two row-major arrays are broadcast and added."""
 
-    Attributes
-    ----------
-    sizes
-        Sizes of the result; there is at least one.
-    lhs_strides, rhs_strides
-        Elements between neighbours in each dimension; 0 where an operand is broadcast. The last
-        ones are 0 or 1.
-    """
-
-    sizes: tuple[int, ...]
-    lhs_strides: tuple[int, ...]
+    sizes: tuple[int, ...]  # of the result, at least one
+    lhs_strides: tuple[int, ...]  # in elements; 0 where the operand is broadcast, and last 0 or 1
     rhs_strides: tuple[int, ...]
 
     @classmethod
@@ -67,45 +58,33 @@ def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | No
     """Plan and compile a sum of two arrays of one type."""
     if current_policy() != "kernels":
         return NoKernel("XLA fuses an addition with what surrounds it")
-    vector = vector_length(dims, dtype.itemsize)
-    threads = math.prod(dims.sizes) // vector
-    unused = _MAX_DIMS - len(dims.sizes)
-    if unused < 0 or threads > _MAX_THREADS:
-        return NoKernel(f"{dims}: more than {_MAX_DIMS} dimensions, or {_MAX_THREADS} threads")
-
-    *outer, columns = dims.sizes
-    strides = [(*(0,) * unused, *s[:-1], s[-1] * vector) for s in dims[1:]]
+    elements, unused = math.prod(dims.sizes), _MAX_DIMS - len(dims.sizes)
+    if unused < 0 or elements > _MAX_ELEMENTS:
+        return NoKernel(f"{dims}: more than {_MAX_DIMS} dimensions, or {_MAX_ELEMENTS} elements")
     shape = Scalars.pack(
         f"{2 * _MAX_DIMS}q{_MAX_DIMS + 1}I",
-        *(stride for operand in strides for stride in operand),
-        *(*(1,) * unused, *outer, columns // vector),
-        threads,
+        *(stride for strides in dims[1:] for stride in (*(0,) * unused, *strides)),
+        *(*(1,) * unused, *dims.sizes),
+        elements,
     )
-    kernel = add_kernel(dtype, vector)
+    kernel = add_kernel(dtype)
     launch = Launch(
         entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
-        grid=(math.ceil(threads / _THREADS), 1, 1),
+        grid=(math.ceil(elements / _THREADS), 1, 1),
         block=(_THREADS, 1, 1),
         parameters=(Buffer(0), Buffer(1), Buffer(2), shape),
     )
     return LaunchPlan(
-        name=f"add {dtype}, {vector * dtype.itemsize}-byte vectors",
+        name=f"add {dtype}",
         gpu=gpu,
         launches=(launch,),
-        alignments=tuple(max(s[-1], 1) * dtype.itemsize for s in (*strides, (vector,))),
+        alignments=(dtype.itemsize,) * 3,
         reason=str(dims),
     )
 
 
-def add_kernel(dtype: np.dtype[Any], vector: int) -> Kernel:
-    """Return the kernel that adds ``vector`` elements at once; signed integers wrap as unsigned."""
+def add_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel that adds elements of a type; signed integers wrap as unsigned."""
     if dtype.kind == "i":
         dtype = np.dtype(f"u{dtype.itemsize}")
-    return Kernel("add.cuh", f"tilekern::add<{CXX_TYPES[dtype]}, {vector}>")
-
-
-def vector_length(dims: AddedDims, itemsize: int) -> int:
-    """Return how many elements a thread adds: 16 bytes if rows are vectors and are aligned."""
-    # A kernel reads single elements of an operand that is broadcast along rows.
-    starts = [stride for strides in dims[1:] if strides[-1] for stride in strides[:-1]]
-    return math.gcd(VECTOR_BYTES // itemsize, dims.sizes[-1], *starts)
+    return Kernel("add.cuh", f"tilekern::add<{CXX_TYPES[dtype]}>")

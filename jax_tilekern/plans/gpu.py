@@ -44,14 +44,12 @@ class GpuRates:
 
     cycles_per_microsecond: float  # The SM clock during long products.
     memory_bandwidth: float  # Bytes per cycle between memory and the GPU.
-    sm_load_bandwidth: float  # Bytes per cycle that one SM takes in through ordinary loads.
     l2_tma_bandwidth: float  # Bytes per cycle that TMA brings each SM from L2 while all SMs ask.
     # Bytes per cycle that ``cp.async`` brings one SM from L2 while few SMs ask.
     l2_load_bandwidth: float
     # Bytes per cycle that ``cp.async`` brings each SM from L2 while all SMs ask.
     l2_load_share: float
     shared_memory_bandwidth: float  # Bytes per cycle of one SM's shared memory.
-    load_latency: float  # Cycles from a load to its data while memory is busy.
     cta_cycles: float  # Cycles to start and to end a CTA.
     # Cycles of the first launch of a plan with its first loads, and of each launch that follows.
     launch_cycles: float
@@ -68,8 +66,6 @@ H100_RATES = GpuRates(
     cycles_per_microsecond=1700,
     # Measured: 3.0 TB/s at that clock. Long reads reach 3.07 TB/s, and the data sheet has 3.35.
     memory_bandwidth=1760,
-    # An estimate, which only the cost model of sums and matrix-vector products reads.
-    sm_load_bandwidth=48,
     # Measured.
     l2_tma_bandwidth=62,
     # The port of an SM to L2 is 64 bytes wide; the share is an estimate.
@@ -77,8 +73,6 @@ H100_RATES = GpuRates(
     l2_load_share=34,
     # CUDA Programming Guide: 32 banks of 4 bytes.
     shared_memory_bandwidth=128,
-    # An estimate, which only the cost model of sums and matrix-vector products reads.
-    load_latency=1500,
     # Measured on matrix-vector products (docs/tuning-log.md).
     cta_cycles=2500,
     # Measured: 2.6 us, and 2.4 us for each launch that follows.

@@ -14,7 +14,7 @@ import numpy as np
 import jax_tilekern as jtk
 from jax_tilekern.plans.add import ADDED_DTYPES
 
-# Whole vectors and parts of one, rows that start anywhere, an operand that repeats an element.
+# One dimension, rows that are repeated, an operand that repeats an element.
 SHAPES = [((4099,), (4099,)), ((33, 64), (64,)), ((33, 63), (63,)), ((33, 1), (1, 130)),
           ((2, 3, 1, 8), (3, 7, 1)), ((1000,), ())]  # fmt: skip
 

@@ -2,7 +2,7 @@
 // Token t has `chosen` pairs, whose rows are places[t * chosen + i].
 #pragma once
 
-#include "reduction/reduction.cuh"
+#include "vector_loads.cuh"
 
 namespace tilekern {
 

@@ -1,157 +1,139 @@
-// Shared definitions of the reduction kernels: batch offsets, loads, and conversions.
+// Sums, and products with a vector: out[b, i] is the sum over k of lhs[b, i, k], or of
+// lhs[b, i, k] * rhs[b, k].
 #pragma once
 
-#include "convert.cuh"
+#include "vector_loads.cuh"
 
 namespace tilekern {
 
 inline constexpr int kReductionThreads = 256;
-inline constexpr int kReductionBatchDims = 4;
 
-// Batch dimensions of a reduction, outermost first; unused ones come first with size 1. Strides are
-// in elements. `Reduction` in `plans/reduction/problem.py` packs the same fields in the same order.
-struct ReductionBatch {
-  int64 lhs_strides[kReductionBatchDims];
-  int64 rhs_strides[kReductionBatchDims];
-  int64 out_strides[kReductionBatchDims];
-  uint32 sizes[kReductionBatchDims];
+// Compile-time choices; `ReductionPass` in `plans/reduction/passes.py` makes them.
+struct ReductionConfig {
+  // Bytes per load of lhs, whose elements are adjacent. Every address is a multiple of it.
+  int vector_bytes;
+  // Whether adjacent elements are those of adjacent outputs, or of adjacent k.
+  bool columns;
+  // Whether lhs is multiplied by rhs; otherwise rhs is not read.
+  bool products;
 };
 
-struct ReductionOffsets {
-  int64 lhs = 0;
-  int64 rhs = 0;
-  int64 out = 0;
+// Run-time sizes; `ReductionPass` packs the same fields in the same order. Strides are in elements.
+struct ReductionShape {
+  // Batch dimensions, outermost first; unused ones come first with size 1.
+  int64 lhs_batch[kMaxBatchDims];
+  int64 rhs_batch[kMaxBatchDims];
+  int64 out_batch[kMaxBatchDims];
+  int64 lhs_output;
+  int64 lhs_k;
+  int64 rhs_k;
+  int64 out_output;
+  // The distance between the partial sums of one output's chunks.
+  int64 out_chunk;
+  int64 k;
+  uint32 batch[kMaxBatchDims];
+  // Outputs per matrix and in total; vectors of outputs, if vectors are columns.
+  uint32 matrix_slots;
+  uint32 slots;
+  // CTAs that share k, and how much of it each has.
+  uint32 chunks;
+  uint32 chunk_k;
+  // 2^log2_lanes threads are side by side along the vectors' dimension.
+  uint32 log2_lanes;
 };
 
-inline ReductionOffsets reduction_offsets(const ReductionBatch& batch, uint32 index) {
-  ReductionOffsets offsets;
+// Threads form a matrix, of which rows read adjacent vectors. Those that share an output add up
+// their parts of k by a tree in shared memory, so the order of additions is always the same.
+template <typename T, typename Sum, typename Out, ReductionConfig config>
+__global__ void __launch_bounds__(kReductionThreads, 2)
+    reduce(const T* lhs, const T* rhs, Out* out, const __grid_constant__ ReductionShape shape) {
+  constexpr int kBytes = config.vector_bytes;
+  constexpr int kVector = kBytes / static_cast<int>(sizeof(T));
+  constexpr int kOutputs = config.columns ? kVector : 1;
+  constexpr int kLoadK = config.columns ? 1 : kVector;
+  constexpr int kFactorBytes = config.columns ? static_cast<int>(sizeof(T)) : kBytes;
+  constexpr int kUnroll = 4;
+  const uint32 thread = threadIdx.x;
+  const uint32 lanes = 1u << shape.log2_lanes, lane = thread % lanes;
+  const uint32 lines = kReductionThreads / lanes, line = thread / lanes;
+  const uint32 sharing = config.columns ? lines : lanes;
+  const uint32 part = config.columns ? line : lane;
+
+  const uint32 wanted =
+      blockIdx.x / shape.chunks * (kReductionThreads / sharing) + (config.columns ? lane : line);
+  // No thread ends early, because all take part in barriers.
+  const uint32 slot = min_of(wanted, shape.slots - 1);
+  const int64 output = static_cast<int64>(slot % shape.matrix_slots) * kOutputs;
+  lhs += output * shape.lhs_output;
+  out += output * shape.out_output;
+  uint32 rest = slot / shape.matrix_slots;
 #pragma unroll
-  for (int dim = kReductionBatchDims - 1; dim >= 0; --dim) {
-    // The plan merges dimensions, so one is usually enough.
-    if (index == 0) break;
-    const int64 position = index % batch.sizes[dim];
-    index /= batch.sizes[dim];
-    offsets.lhs += position * batch.lhs_strides[dim];
-    offsets.rhs += position * batch.rhs_strides[dim];
-    offsets.out += position * batch.out_strides[dim];
+  for (int dim = kMaxBatchDims - 1; dim >= 0 && rest > 0; --dim) {
+    const int64 index = rest % shape.batch[dim];
+    rest /= shape.batch[dim];
+    lhs += index * shape.lhs_batch[dim];
+    rhs += index * shape.rhs_batch[dim];
+    out += index * shape.out_batch[dim];
   }
-  return offsets;
-}
+  const uint32 chunk = blockIdx.x % shape.chunks;
+  const int64 begin = static_cast<int64>(chunk) * shape.chunk_k;
+  const uint32 count = static_cast<uint32>(min_of<int64>(shape.k - begin, shape.chunk_k));
+  lhs += begin * shape.lhs_k;
+  rhs += begin * shape.rhs_k;
+  out += chunk * shape.out_chunk;
 
-// The bits of a loaded vector; fewer than 4 bytes are the low bytes of a word.
-template <int kBytes>
-struct Bits {
-  static constexpr int kWords = max_of(1, kBytes / 4);
-  uint32 words[kWords];
-};
-
-// Loads data that is read once, bypassing L1. It is not volatile, so that the compiler can keep
-// many loads in flight.
-template <int kBytes>
-inline Bits<kBytes> load_once(const void* address) {
-  Bits<kBytes> bits;
-  if constexpr (kBytes == 16) {
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(bits.words[0]), "=r"(bits.words[1]), "=r"(bits.words[2]), "=r"(bits.words[3])
-        : "l"(address));
-  } else if constexpr (kBytes == 8) {
-    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-        : "=r"(bits.words[0]), "=r"(bits.words[1])
-        : "l"(address));
-  } else if constexpr (kBytes == 4) {
-    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
-  } else if constexpr (kBytes == 2) {
-    asm("ld.global.nc.u16 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
-  } else {
-    asm("ld.global.nc.u8 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
+  Sum sums[kVector] = {};
+  const uint32 loads = count / kLoadK;
+  for (uint32 first = part; first < loads; first += kUnroll * sharing) {
+    // Loads that are in flight at once; zeros after the last one.
+    Bits<kBytes> values[kUnroll] = {};
+    Bits<kFactorBytes> factors[kUnroll] = {};
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const uint32 load = first + i * sharing;
+      if (load >= loads) break;
+      const int64 k = static_cast<int64>(load) * kLoadK;
+      values[i] = load_once<kBytes>(lhs + k * shape.lhs_k);
+      if constexpr (config.products) factors[i] = load_reused<kFactorBytes>(rhs + k * shape.rhs_k);
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const Sum value = element<T, Sum>(values[i], j);
+        if constexpr (config.products) {
+          sums[j] += value * element<T, Sum>(factors[i], config.columns ? 0 : j);
+        } else {
+          sums[j] += value;
+        }
+      }
+    }
   }
-  return bits;
-}
-
-// Loads data that other rows or threads read too, through L1.
-template <int kBytes>
-inline Bits<kBytes> load_reused(const void* address) {
-  Bits<kBytes> bits;
-  if constexpr (kBytes == 16) {
-    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(bits.words[0]), "=r"(bits.words[1]), "=r"(bits.words[2]), "=r"(bits.words[3])
-        : "l"(address));
-  } else if constexpr (kBytes == 8) {
-    asm("ld.global.nc.v2.u32 {%0, %1}, [%2];"
-        : "=r"(bits.words[0]), "=r"(bits.words[1])
-        : "l"(address));
-  } else if constexpr (kBytes == 4) {
-    asm("ld.global.nc.u32 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
-  } else if constexpr (kBytes == 2) {
-    asm("ld.global.nc.u16 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
-  } else {
-    asm("ld.global.nc.u8 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
+  if constexpr (!config.columns) {
+    // The elements after the last whole vector.
+    for (uint32 k = loads * kLoadK + part; k < count; k += sharing) {
+      const Sum value = load_element<T, Sum>(lhs + k);
+      sums[0] += config.products ? value * load_element<T, Sum>(rhs + k) : value;
+    }
+#pragma unroll
+    for (int j = 1; j < kVector; ++j) sums[0] += sums[j];
   }
-  return bits;
-}
 
-// Converts an element from its bits to the type of the sums.
-template <typename Sum, typename T>
-inline Sum widened(T*, uint64 bits) {
-  if constexpr (kSame<T, double>) {
-    return __longlong_as_double(static_cast<int64>(bits));
-  } else if constexpr (kSame<T, float>) {
-    return __uint_as_float(static_cast<uint32>(bits));
-  } else if constexpr (kSame<T, bfloat16> || kSame<T, float16>) {
-    return to_float(T{static_cast<uint16>(bits)});
-  } else {
-    // Integers are summed unsigned, so that they wrap.
-    return static_cast<Sum>(static_cast<T>(bits));
+  // An array for each of a thread's outputs, so that threads access different banks.
+  __shared__ Sum shared[kOutputs][kReductionThreads];
+#pragma unroll
+  for (int j = 0; j < kOutputs; ++j) shared[j][thread] = sums[j];
+  for (uint32 half = sharing / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (part < half) {
+      const uint32 other = thread + half * (config.columns ? lanes : 1);
+#pragma unroll
+      for (int j = 0; j < kOutputs; ++j) shared[j][thread] += shared[j][other];
+    }
   }
+  if (part > 0 || wanted >= shape.slots) return;
+#pragma unroll
+  for (int j = 0; j < kOutputs; ++j) out[j * shape.out_output] = rounded<Out>(shared[j][thread]);
 }
-
-// Returns element i of a vector.
-template <typename T, typename Sum, int kBytes>
-inline Sum element(const Bits<kBytes>& bits, int i) {
-  constexpr int kSize = static_cast<int>(sizeof(T));
-  constexpr T* kType = nullptr;
-  if constexpr (kSize == 8) {
-    return widened<Sum>(kType,
-                        static_cast<uint64>(bits.words[2 * i + 1]) << 32 | bits.words[2 * i]);
-  } else if constexpr (kSize == 4) {
-    return widened<Sum>(kType, bits.words[i]);
-  } else {
-    constexpr int kPerWord = 4 / kSize;
-    constexpr uint32 kMask = (1u << (8 * kSize)) - 1;
-    const uint32 word = bits.words[i / kPerWord];
-    return widened<Sum>(kType, word >> (8 * kSize * (i % kPerWord)) & kMask);
-  }
-}
-
-// Loads a single element.
-template <typename T, typename Sum>
-inline Sum load_element(const T* address) {
-  constexpr int kSize = static_cast<int>(sizeof(T));
-  return element<T, Sum>(load_reused<kSize>(address), 0);
-}
-
-// Rounds a sum to the type of the output.
-template <typename Out, typename Sum>
-inline Out rounded(Sum sum) {
-  if constexpr (kSame<Out, bfloat16> || kSame<Out, float16>) {
-    return from_float<Out>(sum);
-  } else {
-    return static_cast<Out>(sum);
-  }
-}
-
-// Decomposes blockIdx.x into mixed-radix digits.
-class BlockIndex {
- public:
-  uint32 take(uint32 count) {
-    const uint32 digit = rest_ % count;
-    rest_ /= count;
-    return digit;
-  }
-  uint32 rest() const { return rest_; }
-
- private:
-  uint32 rest_ = blockIdx.x;
-};
 
 }  // namespace tilekern

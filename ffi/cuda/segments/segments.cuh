@@ -17,7 +17,7 @@
 // to no segment, and those between are its segments.
 #pragma once
 
-#include "reduction/reduction.cuh"
+#include "vector_loads.cuh"
 #include "scalar_functions.cuh"
 
 namespace tilekern {

@@ -19,7 +19,7 @@ from jax_tilekern.plans.cpu import current_cpu
 from jax_tilekern.plans.gemm.arithmetic import F32, F64
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
-from jax_tilekern.plans.gemm.select import candidates
+from jax_tilekern.plans.gemm.select import candidates, workload_of
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import NOT_PREDICTED, NoKernel, PredictedUs
 from jax_tilekern.plans.policy import choose, current_policy
@@ -231,7 +231,7 @@ def verdict_on_gpu(product: ComplexProduct, gpu: Gpu) -> Verdict:
     found = candidates(real, gpu)
     if isinstance(found, NoKernel):
         return Verdict(False, found.reason)
-    choice = choose(work, found, gpu)
+    choice = choose(workload_of(real, found), found, gpu)
     kernel, of_xla = choice.predicted_us
     if kernel is None or of_xla is None:
         return Verdict(False, choice.reason)

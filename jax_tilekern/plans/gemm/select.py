@@ -19,13 +19,14 @@ from jax_tilekern.plans.gemm.sm80.candidates import MMA
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA, wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
 from jax_tilekern.plans.gemm.small.candidates import SMALL
-from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
+from jax_tilekern.plans.gemm.vector_product import vector_product_candidate
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
 from jax_tilekern.plans.policy import choose, current_policy, plan_choice
-from jax_tilekern.plans.policy.workload import product_workload
+from jax_tilekern.plans.policy.workload import Workload, product_workload
+from jax_tilekern.plans.reduction.passes import ReductionCandidate
 from jax_tilekern.plans.tuned import tuned_plan
 
 
@@ -45,10 +46,10 @@ def candidates(product: Product, gpu: Gpu) -> list[CostedCandidate] | NoKernel:
     """Return the ways to compute a product, best first by the cost model."""
     families, g = _families(product), product.geometry
     if min(g.m, g.n) == 1 and product.epilogue is None and SMALL in families:
-        vectors = vector_product_candidates(product, gpu)
-        if vectors:
+        vector = vector_product_candidate(product, gpu)
+        if vector is not None:
             # Memory is the limit, and tensor cores gain nothing.
-            return [*vectors]
+            return [vector]
         if g.m == g.n:
             return NoKernel("dot products of vectors that are no rows have no kernel")
     return ranked_candidates(families, product, gpu)
@@ -80,7 +81,14 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
         return fused_plan(found, gpu)
     if of_kernels_alone:
         return found[0].plan(gpu)
-    return plan_choice(product_workload(product), found, gpu)
+    return plan_choice(workload_of(product, found), found, gpu)
+
+
+def workload_of(product: Product, found: Sequence[CostedCandidate]) -> Workload:
+    """Return the workload of a product with these candidates; the kernel of sums has its own."""
+    work = product_workload(product)
+    is_reduction = isinstance(found[0], ReductionCandidate)
+    return dataclasses.replace(work, operation="vector product") if is_reduction else work
 
 
 # The time of a kernel that computes half of a product of 16-bit operands, over its estimate: up to

@@ -1,4 +1,4 @@
-"""Candidates for products of a matrix and a vector, and of two vectors.
+"""The kernel for products of a matrix and a vector, and of two vectors.
 
 Such a product is bound by reading its matrix once, so it is a
 :class:`~jax_tilekern.plans.reduction.problem.Reduction` and does not use tensor cores.
@@ -6,14 +6,13 @@ Such a product is bound by reading its matrix once, so it is a
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.reduction.passes import ReductionCandidate, reduction_passes
+from jax_tilekern.plans.reduction.passes import ReductionCandidate, reduction_candidate
 from jax_tilekern.plans.reduction.problem import Reduction
 
 _F32, _F64, _UINT32 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint32)
@@ -30,33 +29,30 @@ SUM_DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-def vector_product_candidates(product: Product, gpu: Gpu) -> list[ReductionCandidate]:
-    """Return the ways to compute a product with a vector; none if neither operand is one."""
+def vector_product_candidate(product: Product, gpu: Gpu) -> ReductionCandidate | None:
+    """Return the way to compute a product with a vector; ``None`` if there is none."""
     geometry = product.geometry
     sum_dtype = SUM_DTYPES.get(product.arithmetic)
     if min(geometry.m, geometry.n) != 1 or sum_dtype is None:
-        return []
+        return None
     *lhs_batch, lhs_m, lhs_k = geometry.lhs_strides
     *rhs_batch, rhs_k, rhs_n = geometry.rhs_strides
     *out_batch, out_m, out_n = geometry.out_strides
     swapped = geometry.n > 1
     if swapped:
-        outputs, out_stride = geometry.n, out_n
         matrix, vector = (*rhs_batch, rhs_n, rhs_k), (*lhs_batch, lhs_k)
     else:
-        outputs, out_stride = geometry.m, out_m
         matrix, vector = (*lhs_batch, lhs_m, lhs_k), (*rhs_batch, rhs_k)
     reduction = Reduction(
-        batch=geometry.batch,
-        outputs=outputs,
+        geometry.batch,
+        outputs=max(geometry.m, geometry.n),
         k=geometry.k,
         lhs_strides=matrix,
         rhs_strides=vector,
-        out_strides=(*out_batch, out_stride),
+        out_strides=(*out_batch, out_n if swapped else out_m),
         dtype=product.lhs_dtype,
         sum_dtype=sum_dtype,
         out_dtype=product.out_dtype,
     )
     name = f"vector_product {product.arithmetic}"
-    found = reduction_passes(reduction, gpu)
-    return [dataclasses.replace(x, name=name, swapped=swapped) for x in found]
+    return reduction_candidate(reduction, gpu, name, swapped=swapped)

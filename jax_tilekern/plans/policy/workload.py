@@ -30,6 +30,7 @@ _SHORT_NAMES = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64",
     "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
 }  # fmt: skip
+# Data counts a feature for each; no candidate of a product has the last two.
 _FAMILIES = ("wgmma", "split", "small", "mma", "simt", "rows", "columns")
 # Common tiles, and the SMs of the GPUs that share them.
 _TILE, _SMS = 128, 132
@@ -40,7 +41,9 @@ _MOST_ZEROS = 7
 class Workload:
     """What a call computes, as numbers."""
 
-    operation: str  # "product", "sum", "transpose" or "add": which model predicts it
+    # "product", "vector product" (that the kernel of sums computes on GPUs), "sum", "transpose" or
+    # "add": which model predicts it
+    operation: str
     operations: float  # multiply-adds
     bytes: float  # that are read and written, each once
     arithmetic: str  # of the multiply-adds

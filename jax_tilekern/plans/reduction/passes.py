@@ -1,121 +1,76 @@
-"""The launches of a reduction.
-
-A pass computes it in one launch, or writes partial sums to a workspace, which a smaller reduction
-adds up. So the order of additions is always the same, without atomic operations.
-"""
+"""The launches of a reduction: one, or a second one that adds up the partial sums of chunks."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan
-from jax_tilekern.plans.reduction.column_sums import column_passes
-from jax_tilekern.plans.reduction.problem import Pass, Reduction
-from jax_tilekern.plans.reduction.row_sums import RowPass, row_passes
+from jax_tilekern.plans.reduction.problem import Reduction
 
-_MAX_CTAS = 2**31 - 1
-# The number of candidates that are kept.
-_MAX_CANDIDATES = 8
+_MAX = 2**31 - 1
+# With fewer CTAs than SMs, k is divided among this many for each SM, if that leaves every thread
+# loads enough and the bytes are worth a second launch.
+_CTAS_PER_SM = 8
+_MIN_LOADS, _MIN_BYTES = 4, 1 << 16
 
 
 @dataclass(frozen=True)
 class ReductionCandidate(CostedCandidate):
-    """The launches of a reduction; each after the first reads the output of the one before.
+    """The way to compute a reduction, not compiled yet."""
 
-    Attributes
-    ----------
-    passes
-        In order.
-    cycles
-        The estimated cost.
-    name
-        The operation's name in ``explain``.
-    swapped
-        Whether the call's second operand is ``lhs``.
-    """
-
-    passes: tuple[Pass, ...]
-    cycles: float
-    name: str = "reduction"
-    swapped: bool = False
+    passes: tuple[Reduction, ...]  # the launch, or two
+    cycles: float  # of the launches and of memory
+    name: str  # in ``explain``
+    swapped: bool = False  # whether the call's second operand is ``lhs``
 
     @property
     def key(self) -> str:
-        """The kernel, its threads and its splits."""
-        first = self.passes[0]
-        return first.key + (f" in {first.splits} splits" if first.splits > 1 else "")
-
-    @property
-    def reason(self) -> str:
-        """The choices, in words for ``explain``."""
-        first = self.passes[0]
-        text = f"{first.key}, {first.vector_bytes}-byte loads, {first.blocks} CTAs"
-        return text + (f", {len(self.passes)} launches" if len(self.passes) > 1 else "")
+        """What loads are along."""
+        return f"reduction of {'columns' if self.passes[0].columns else 'rows'}"
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
         first, *rest = self.passes
-        last = self.passes[-1].reduction
         compiled = compile_kernels(*dict.fromkeys(p.kernel for p in self.passes), arch=gpu.arch)
-        count = 1 if first.reduction.rhs_strides is None else 2
-        operands = [Buffer(i) for i in range(count)]
+        count = 1 if first.rhs_strides is None else 2
+        result, workspace = Buffer(count), Buffer(count + 1)
+        # A sum does not read its second parameter.
+        lhs, rhs = Buffer(0), Buffer(count - 1)
         if self.swapped:
-            operands.reverse()
-        # Workspaces follow the result, the last of the buffers.
-        partial_sums = [Buffer(count + 1 + i) for i in range(len(rest))]
-        sources = [operands, *([buffer] for buffer in partial_sums)]
-        alignment = max(first.vector_bytes, first.reduction.dtype.itemsize)
+            lhs, rhs = rhs, lhs
+        launches = [first.launch(compiled, lhs, rhs, workspace if rest else result)]
+        launches += [step.launch(compiled, workspace, workspace, result) for step in rest]
+        load_bytes = first.vector * first.dtype.itemsize
         return LaunchPlan(
             name=self.name,
             gpu=gpu,
-            launches=tuple(
-                step.launch(compiled, *source, target)
-                for step, source, target in zip(
-                    self.passes, sources, [*partial_sums, Buffer(count)], strict=True
-                )
-            ),
-            alignments=(*(alignment,) * count, last.out_dtype.itemsize),
-            workspace_bytes=tuple(later.reduction.bytes for later in rest),
-            reason=self.reason,
+            launches=tuple(launches),
+            alignments=(*(load_bytes,) * count, self.passes[-1].out_dtype.itemsize),
+            workspace_bytes=tuple(step.bytes for step in rest),
+            reason=f"{self.key}, {load_bytes}-byte loads, {first.ctas} CTAs"
+            + (", 2 launches" if rest else ""),
         )
 
 
-def reduction_passes(reduction: Reduction, gpu: Gpu) -> list[ReductionCandidate]:
-    """Return the ways to compute a reduction, best first by the cost model.
-
-    Either ``k`` or the outputs must have unit stride in ``lhs``, and ``k`` in ``rhs`` in the former
-    case.
-    """
-    found = (
-        split_pass(whole, splits, gpu)
-        for whole in (*row_passes(reduction), *column_passes(reduction))
-        for splits in whole.split_counts(gpu)
-    )
-    return best_first(found)[:_MAX_CANDIDATES]
-
-
-def best_first(found: Iterable[ReductionCandidate | None]) -> list[ReductionCandidate]:
-    """Sort what was found by its cost."""
-    return sorted((c for c in found if c), key=lambda c: c.cycles)
-
-
-def split_pass(whole: Pass, splits: int, gpu: Gpu) -> ReductionCandidate | None:
-    """Split the ``k`` of a pass, and add up the partial sums; ``None`` if there is no way."""
-    if whole.blocks * splits > _MAX_CTAS:
+def reduction_candidate(
+    whole: Reduction, gpu: Gpu, name: str, *, swapped: bool = False
+) -> ReductionCandidate | None:
+    """Return the way to compute a reduction; ``None`` if its loads would be scattered."""
+    if whole.columns and whole.k > 1 and whole.outputs > 1 and whole.lhs_strides[-2] != 1:
         return None
-    if splits == 1:
-        return ReductionCandidate((whole,), gpu.rates.launch_cycles + whole.cycles(gpu))
-    first, second = whole.reduction.partial(splits, side_by_side=isinstance(whole, RowPass))
-    step = dataclasses.replace(
-        whole, reduction=first, splits=splits, split_stride=second.lhs_strides[-1]
-    )
-    rest = reduction_passes(second, gpu)
-    if not rest:
+    passes: tuple[Reduction, ...] = (whole,)
+    cycles = gpu.rates.launch_cycles + whole.bytes / gpu.rates.memory_bandwidth
+    chunks = min(_CTAS_PER_SM * gpu.sm_count // whole.ctas, whole.k // (whole.k_step * _MIN_LOADS))
+    if whole.ctas < gpu.sm_count and whole.bytes >= _MIN_BYTES and chunks > 1:
+        # Chunks are whole steps, so fewer may do.
+        chunk_k = math.ceil(math.ceil(whole.k / whole.k_step) / chunks) * whole.k_step
+        passes = whole.partial(math.ceil(whole.k / chunk_k))
+        cycles += gpu.rates.further_launch_cycles
+    first = passes[0]
+    if max(first.slots, first.chunk_k, first.ctas) > _MAX:
         return None
-    further = gpu.rates.further_launch_cycles
-    return ReductionCandidate((step, *rest[0].passes), step.cycles(gpu) + further + rest[0].cycles)
+    return ReductionCandidate(passes, cycles, name, swapped)

@@ -1,14 +1,9 @@
-"""The reductions of ``row_sums.cuh`` and ``column_sums.cuh``, and their cost model.
-
-Sums, dot products and products of a matrix and a vector are all a :class:`Reduction`; a
-:class:`Pass` is one launch for it.
-"""
+"""What ``reduction/reduction.cuh`` computes in a launch: sums, and products with a vector."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,25 +11,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel
-from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, distinct_matrices
-from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu, overlapped_cycles
+from jax_tilekern.plans.gpu import VECTOR_BYTES, WARP
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
+
+_Dtype = np.dtype[Any]
+THREADS = 256
+# With fewer rows, a CTA has one, and otherwise a warp.
+_FEW_ROWS = 1024
 
 
 class SummedDims(NamedTuple):
-    """Dimensions of a row-major array that is summed over some of them.
+    """Dimensions of a row-major array that is summed over some of them."""
 
-    Attributes
-    ----------
-    sizes
-        All above 1.
-    reduced
-        Whether each is summed over; neighbours differ.
-    """
-
-    sizes: tuple[int, ...]
-    reduced: tuple[bool, ...]
+    sizes: tuple[int, ...]  # all above 1
+    reduced: tuple[bool, ...]  # whether each is summed over; neighbours differ
 
     @classmethod
     def of(cls, shape: Sequence[int], axes: Collection[int]) -> SummedDims:
@@ -52,252 +44,142 @@ class SummedDims(NamedTuple):
         return cls(tuple(sizes), tuple(reduced))
 
 
-_Dtype = np.dtype[Any]
-
-THREADS = 256
-MAX_INDICES = 2**31 - 1
-# CTAs per SM that splits aim at: few leave few partial sums, and many balance the load.
-_CTAS_PER_SM = (2, 4, 16)
-# The minimum loads per thread of a split, and the minimum bytes that are worth a further launch.
-_MIN_LOADS = 2
-_MIN_SPLIT_BYTES = 1 << 16
-# CTAs of fewer bytes run closer to each other in memory, which is 1 to 3 % faster (H100).
-_NEAR_BYTES = 1 << 16
-_FAR = 1.03
-_MAX_SPLITS = 1 << 16
-# The share of memory's time that the last CTAs add, which run while others have ended, if all CTAs
-# run at a time.
-_UNEVEN = 0.02
-# The overhead of each contiguous run of bytes, in bytes.
-_RUN_BYTES = 8
-
-
 @dataclass(frozen=True)
 class Reduction:
     """``out[b, i]`` is the sum over ``k`` of ``lhs[b, i, k]``, or of ``lhs[b, i, k] * rhs[b, k]``.
 
     All strides are in elements, and all sizes at least 1.
-
-    Attributes
-    ----------
-    batch
-        Sizes of the batch dimensions, outermost first; at most ``MAX_BATCH_DIMS``.
-    outputs
-        Sums per batch index: the rows or columns that are added up.
-    k
-        Elements of each sum.
-    lhs_strides
-        Batch strides, then those of the outputs and of ``k``.
-    rhs_strides
-        Batch strides, then that of ``k``; ``None`` where there is no ``rhs``.
-    out_strides
-        Batch strides, then that of the outputs.
-    dtype
-        Type of ``lhs`` and ``rhs``.
-    sum_dtype
-        Type that sums are made in: float32, float64, uint32 or uint64. Unsigned, they wrap.
-    out_dtype
-        Type of the result.
     """
 
-    batch: tuple[int, ...]
-    outputs: int
+    batch: tuple[int, ...]  # outermost first, at most ``MAX_BATCH_DIMS``
+    outputs: int  # sums per batch index
     k: int
-    lhs_strides: tuple[int, ...]
-    rhs_strides: tuple[int, ...] | None
-    out_strides: tuple[int, ...]
-    dtype: _Dtype
-    sum_dtype: _Dtype
+    lhs_strides: tuple[int, ...]  # of the batch, the outputs and k
+    rhs_strides: tuple[int, ...] | None  # of the batch and k; None where there is no rhs
+    out_strides: tuple[int, ...]  # of the batch and the outputs
+    dtype: _Dtype  # of lhs and rhs
+    sum_dtype: _Dtype  # of the accumulators: float32, float64, or uint32 and uint64, which wrap
     out_dtype: _Dtype
+    chunks: int = 1  # CTAs that share k; with several, out has the partial sums of each
+
+    @property
+    def results(self) -> int:
+        """Number of sums."""
+        return math.prod(self.batch) * self.outputs
 
     @property
     def bytes(self) -> int:
         """Bytes of the operands that have to be read."""
-        bytes_ = distinct_matrices(self.batch, self.lhs_strides) * self.outputs * self.k
+        elements = distinct_matrices(self.batch, self.lhs_strides) * self.outputs * self.k
         if self.rhs_strides is not None:
-            bytes_ += distinct_matrices(self.batch, self.rhs_strides) * self.k
-        return bytes_ * self.dtype.itemsize
+            elements += distinct_matrices(self.batch, self.rhs_strides) * self.k
+        return elements * self.dtype.itemsize
 
     @property
-    def types(self) -> str:
-        """The kernels' first template arguments."""
-        return ", ".join(CXX_TYPES[t] for t in (self.dtype, self.sum_dtype, self.out_dtype))
+    def columns(self) -> bool:
+        """Whether loads are along the outputs; otherwise they are along ``k``."""
+        rhs_k = self.rhs_strides[-1] if self.rhs_strides else 1
+        return self.k == 1 or not self.lhs_strides[-1] == rhs_k == 1
 
-    def partial(self, splits: int, *, side_by_side: bool) -> tuple[Reduction, Reduction]:
-        """Return the reduction to partial sums, and that of the partial sums.
+    @property
+    def vector(self) -> int:
+        """Elements of a load, up to 16 bytes, that divide all distances between loads."""
+        *batch, output, k = self.lhs_strides
+        if not self.columns:
+            steps = [*batch, *(self.rhs_strides or ())[:-1], output if self.outputs > 1 else 0]
+        else:
+            steps = [*batch, k if self.k > 1 else 0, self.outputs if output == 1 else 1]
+        return math.gcd(VECTOR_BYTES // self.dtype.itemsize, *steps)
 
-        Strides between the partial sums of one element are the last of the latter's ``lhs``.
+    @property
+    def slots(self) -> int:
+        """Outputs, or vectors of outputs, that have threads of their own."""
+        return self.results // (self.vector if self.columns else 1)
 
-        Parameters
-        ----------
-        splits
-            Parts of ``k``.
-        side_by_side
-            Whether the partial sums of an element, rather than the elements, are neighbours.
+    @property
+    def lanes(self) -> int:
+        """Threads side by side along the dimension of loads."""
+        if self.columns:
+            lines = min(THREADS // WARP, _power_of_two(self.k))
+            return min(THREADS // lines, _power_of_two(self.slots))
+        most = THREADS if self.results < _FEW_ROWS else WARP
+        return min(most, _power_of_two(max(1, self.k // self.vector)))
+
+    @property
+    def k_step(self) -> int:
+        """Elements of ``k`` that the threads of a slot take with a load each."""
+        return THREADS // self.lanes if self.columns else self.lanes * self.vector
+
+    @property
+    def chunk_k(self) -> int:
+        """Elements of ``k`` in a chunk, whole loads of all threads of a slot."""
+        return math.ceil(math.ceil(self.k / self.k_step) / self.chunks) * self.k_step
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the grid."""
+        slots_per_cta = self.lanes if self.columns else THREADS // self.lanes
+        return math.ceil(self.slots / slots_per_cta) * self.chunks
+
+    @property
+    def kernel(self) -> Kernel:
+        """What the compiler is asked for."""
+        config = cxx_config(
+            "ReductionConfig",
+            vector_bytes=self.vector * self.dtype.itemsize,
+            columns=self.columns,
+            products=self.rhs_strides is not None,
+        )
+        types = ", ".join(CXX_TYPES[t] for t in (self.dtype, self.sum_dtype, self.out_dtype))
+        return Kernel("reduction/reduction.cuh", f"tilekern::reduce<{types}, {config}>")
+
+    def partial(self, chunks: int) -> tuple[Reduction, Reduction]:
+        """Return the reduction to partial sums of chunks of ``k``, and that of the partial sums.
+
+        The partial sums of a chunk are dense, and follow those of the chunk before.
         """
-        line, partial = (splits, 1) if side_by_side else (1, self.outputs)
-        batch = _dense((*self.batch, self.outputs))[:-1]
-        strides = (*(splits * stride for stride in batch), line)
-        first = dataclasses.replace(self, out_strides=strides, out_dtype=self.sum_dtype)
+        sizes = (*self.batch, self.outputs)
+        dense = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+        first = dataclasses.replace(
+            self, out_strides=dense, out_dtype=self.sum_dtype, chunks=chunks
+        )
         second = dataclasses.replace(
             self,
-            k=splits,
-            lhs_strides=(*strides, partial),
+            k=chunks,
+            lhs_strides=(*dense, self.results),
             rhs_strides=None,
             dtype=self.sum_dtype,
         )
         return first, second
 
-    def pack_batch(self) -> tuple[int, ...]:
-        """Return the values of ``ReductionBatch``."""
-        missing = MAX_BATCH_DIMS - len(self.batch)
-        rhs = self.rhs_strides or (0,) * (len(self.batch) + 1)
-        strides = (self.lhs_strides[:-2], rhs[:-1], self.out_strides[:-1])
-        return (
-            *(s for of_array in strides for s in ((0,) * missing + of_array)),
-            *(1,) * missing,
-            *self.batch,
-        )
-
-
-BATCH_LAYOUT = f"{3 * MAX_BATCH_DIMS}q{MAX_BATCH_DIMS}I"
-
-
-@dataclass(frozen=True)
-class Pass(ABC):
-    """One launch, not compiled yet.
-
-    Attributes
-    ----------
-    reduction
-        What is added up. With several splits, ``out`` is the partial sums.
-    vector_bytes
-        Bytes of a load.
-    lanes
-        Threads of a row.
-    splits
-        CTAs that share ``k``.
-    split_stride
-        Elements between the partial sums of one output.
-    """
-
-    reduction: Reduction
-    vector_bytes: int
-    lanes: int
-    splits: int = 1
-    split_stride: int = 0
-
-    @property
-    @abstractmethod
-    def key(self) -> str:
-        """A short name for the kernel and how it is used."""
-
-    @property
-    @abstractmethod
-    def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
-
-    @property
-    @abstractmethod
-    def k_step(self) -> int:
-        """Elements of ``k`` that the threads of a row take with a load each."""
-
-    @property
-    @abstractmethod
-    def _whole_blocks(self) -> int:
-        """CTAs if ``k`` is not split."""
-
-    @property
-    @abstractmethod
-    def resident_ctas(self) -> int:
-        """CTAs that an SM holds."""
-
-    @property
-    @abstractmethod
-    def _busy(self) -> float:
-        """Share of a CTA's threads that have work."""
-
-    @property
-    @abstractmethod
-    def _loads(self) -> float:
-        """Loads that a thread has in flight."""
-
-    @property
-    @abstractmethod
-    def _row_bytes(self) -> int:
-        """Contiguous bytes that neighbouring threads read."""
-
-    @abstractmethod
-    def _shape(self) -> Scalars:
-        """Return the kernel's last parameter."""
-
-    @property
-    def vector(self) -> int:
-        """Elements of a load."""
-        return self.vector_bytes // self.reduction.dtype.itemsize
-
-    @property
-    def blocks(self) -> int:
-        """CTAs of the grid."""
-        return self._whole_blocks * self.splits
-
-    @property
-    def split_k(self) -> int:
-        """Elements of ``k`` in a split, whole loads of all threads of a row."""
-        return math.ceil(math.ceil(self.reduction.k / self.k_step) / self.splits) * self.k_step
-
-    def cycles(self, gpu: Gpu) -> float:
-        """Estimate what the launch takes once it has begun."""
-        rates = gpu.rates
-        busiest = math.ceil(self.blocks / gpu.sm_count)
-        resident = min(busiest, self.resident_ctas)
-        rounds = math.ceil(busiest / resident)
-        # A CTA receives what it has in flight once per latency, within its share of the SM's rate.
-        rate = THREADS * self._busy * self._loads * self.vector_bytes / rates.load_latency
-        rate = min(rate, rates.sm_load_bandwidth / resident)
-        busy = rounds * (rates.cta_cycles + self.reduction.bytes / self.blocks / rate)
-        # Memory is more efficient for longer contiguous runs.
-        whole = self._row_bytes / (self._row_bytes + _RUN_BYTES)
-        memory = self.reduction.bytes / (whole * rates.memory_bandwidth) * (1 + _UNEVEN / rounds)
-        if self.reduction.bytes > 2 * _NEAR_BYTES * self.blocks:
-            memory *= _FAR
-        return overlapped_cycles(busy, memory)
-
-    def split_counts(self, gpu: Gpu) -> list[int]:
-        """Return the numbers of splits to consider."""
-        if self.reduction.bytes < _MIN_SPLIT_BYTES:
-            return [1]
-        most = self.reduction.k // (self.k_step * _MIN_LOADS)
-        counts = {1}
-        totals = [blocks * gpu.sm_count for blocks in _CTAS_PER_SM]
-        for blocks in (*totals, min(self.reduction.bytes // _NEAR_BYTES, _MAX_SPLITS)):
-            wanted = min(most, blocks // self._whole_blocks)
-            # Splits are whole steps, and each has at least one.
-            if wanted > 1:
-                steps = math.ceil(self.reduction.k / self.k_step)
-                counts.add(math.ceil(steps / math.ceil(steps / wanted)))
-        return sorted(counts)
-
     def launch(self, compiled: Compiled, *buffers: Buffer) -> Launch:
         """Return the launch, given what ``kernel`` was compiled to, and the buffers."""
+        missing = MAX_BATCH_DIMS - len(self.batch)
+        rhs_strides = self.rhs_strides or (0,) * (len(self.batch) + 1)
+        batches = self.lhs_strides[:-2], rhs_strides[:-1], self.out_strides[:-1]
+        shape = Scalars.pack(
+            f"{3 * MAX_BATCH_DIMS + 6}q{MAX_BATCH_DIMS + 5}I",
+            *(stride for batch in batches for stride in ((0,) * missing + batch)),
+            *self.lhs_strides[-2:],
+            rhs_strides[-1],
+            self.out_strides[-1],
+            self.results,
+            self.k,
+            *(1,) * missing,
+            *self.batch,
+            self.slots // math.prod(self.batch),
+            self.slots,
+            self.chunks,
+            self.chunk_k,
+            self.lanes.bit_length() - 1,
+        )
         return Launch(
             entry=compiled.entry(self.kernel.name),
-            grid=(self.blocks, 1, 1),
+            grid=(self.ctas, 1, 1),
             block=(THREADS, 1, 1),
-            parameters=(*buffers, self._shape()),
+            parameters=(*buffers, shape),
         )
 
-    def _kernel(self, family: str, config: str) -> Kernel:
-        kind = "sums" if self.reduction.rhs_strides is None else "products"
-        name = f"tilekern::{family}_{kind}<{self.reduction.types}, {config}>"
-        return Kernel(f"reduction/{family}_sums.cuh", name)
 
-
-def load_bytes(steps: list[int], dtype: _Dtype) -> int:
-    """Return the widest load that divides steps in elements."""
-    return math.gcd(VECTOR_BYTES, *(step * dtype.itemsize for step in steps))
-
-
-def _dense(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of row-major dimensions."""
-    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+def _power_of_two(size: int) -> int:
+    return int(1 << (size - 1).bit_length())

@@ -11,37 +11,18 @@ _ITEM_BYTES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Permutation:
-    """A permutation of the dimensions of a row-major array.
+    """A permutation of the dimensions of a row-major array."""
 
-    Attributes
-    ----------
-    sizes
-        Of the source's dimensions.
-    order
-        The result's dimension ``i`` is the source's ``order[i]``.
-    itemsize
-        Bytes of an item.
-    """
-
-    sizes: tuple[int, ...]
-    order: tuple[int, ...]
-    itemsize: int
+    sizes: tuple[int, ...]  # of the source
+    order: tuple[int, ...]  # the result's dimension ``i`` is the source's ``order[i]``
+    itemsize: int  # in bytes
 
     @classmethod
     def reduced(cls, shape: Sequence[int], axes: Sequence[int], itemsize: int) -> Permutation:
         """Return the permutation of the fewest dimensions that moves memory the same way.
 
         Dimensions of size 1 are dropped, and those that stay adjacent are merged. A permutation
-        that leaves memory as it is has at most one dimension.
-
-        Parameters
-        ----------
-        shape
-            Of the source, without zeros.
-        axes
-            The result's dimension ``i`` is the source's ``axes[i]``.
-        itemsize
-            Bytes of an item.
+        that leaves memory as it is has at most one dimension. No size is 0.
         """
         runs: list[list[int]] = []
         for axis in (axis for axis in axes if shape[axis] > 1):

@@ -1,64 +1,144 @@
-"""Plans for transposes on CUDA: which kernel moves a permutation's elements, and by which tile.
+"""The plan for transposes on CUDA (``transpose/transpose.cuh``).
 
-In the kernels, the dimension that is innermost in the source numbers *columns*, the one that is
+In the kernel, the dimension that is innermost in the source numbers *columns*, the one that is
 innermost in the result numbers *rows*, and all others are *outer*. A permutation that keeps the
-innermost dimension copies rows (``transpose/rows.cuh``). Another one moves tiles of any alignment
-(``transpose/tiles.cuh``), if its rows and columns have 32 bytes and more.
+innermost dimension has no rows, and is XLA's.
 """
 
 from __future__ import annotations
 
-from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.plans.policy import plan_choice
-from jax_tilekern.plans.policy.workload import transpose_workload
-from jax_tilekern.plans.transpose.candidate import TransposeCandidate, row_transpose, tile_transpose
-from jax_tilekern.plans.transpose.permutation import Permutation
-from jax_tilekern.plans.transpose.shape import MAX_OUTER_DIMS, SECTOR_BYTES, Matrices
+import math
+from dataclasses import dataclass
 
-# Smaller matrices leave threads of a CTA without work.
-_MIN_MATRIX_BYTES = 2048
-# The maximum number of CTAs, and of what kernels divide.
-_MAX_COUNT = 2**31 - 1
+from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.plans.candidate import Candidate
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.policy import current_policy, plan_choice
+from jax_tilekern.plans.policy.workload import transpose_workload
+from jax_tilekern.plans.transpose.permutation import Permutation
+
+_THREADS = 256
+_MAX_OUTER_DIMS = 6
+_MAX_CTAS = 2**31 - 1
+# The granularity of memory accesses.
+_SECTOR_BYTES = 32
+# The share of its tiles that a matrix fills at least.
+_MIN_FILLED = 1 / 4
+
+
+@dataclass(frozen=True)
+class TransposeCandidate(Candidate):
+    """The way to compute a transpose, not compiled yet."""
+
+    permutation: Permutation  # reduced and widened; its innermost dimension moves
+
+    @property
+    def key(self) -> str:
+        """The tile."""
+        return "tiles {}x{}".format(*self.tile)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        edge = 256 // self.permutation.itemsize
+        return edge, min(edge, 128)
+
+    @property
+    def rows_and_columns(self) -> tuple[int, int]:
+        """Sizes of the result's and of the source's innermost dimension."""
+        return self.permutation.sizes[self.permutation.order[-1]], self.permutation.sizes[-1]
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Rows and columns of the tiles of a matrix, which shift along rows by up to a sector."""
+        (rows, columns), tile = self.rows_and_columns, self.tile
+        halo = _SECTOR_BYTES // self.permutation.itemsize - 1
+        return math.ceil((rows + halo) / tile[0]), math.ceil(columns / tile[1])
+
+    @property
+    def band(self) -> int:
+        """Columns of tiles that CTAs walk down side by side: more if L2 would not keep them."""
+        rows, columns = self.tiles
+        return min(columns, max(2, rows // 128))
+
+    @property
+    def ctas(self) -> int:
+        """Tiles of all matrices."""
+        elements = math.prod(self.permutation.sizes)
+        return elements // math.prod(self.rows_and_columns) * math.prod(self.tiles)
+
+    @property
+    def kernel(self) -> Kernel:
+        """What the compiler is asked for."""
+        aligned = str(self.permutation.row_bytes % VECTOR_BYTES == 0).lower()
+        name = f"tilekern::transpose_tiles<{self.permutation.itemsize}, {aligned}>"
+        return Kernel("transpose/transpose.cuh", name)
+
+    def plan(self, gpu: Gpu) -> LaunchPlan:
+        """Compile it."""
+        permutation, itemsize = self.permutation, self.permutation.itemsize
+        row, column = permutation.order[-1], len(permutation.order) - 1
+        outer = [dim for dim in permutation.order if dim not in (row, column)]
+        source, result = permutation.source_strides, permutation.result_strides
+        unused = _MAX_OUTER_DIMS - len(outer)
+        tile_rows, tile_columns = self.tile
+        # Unaligned rows are as far beyond a multiple of 16 bytes as in the source. Aligned ones
+        # have 16 bytes of padding after those of a vector.
+        pitch = tile_columns * itemsize + VECTOR_BYTES + source[row] % VECTOR_BYTES
+        loaded_rows = tile_rows + _SECTOR_BYTES // itemsize - 1
+        shape = Scalars.pack(
+            f"{2 * _MAX_OUTER_DIMS + 5}q{_MAX_OUTER_DIMS + 4}I",
+            *((0,) * unused + tuple(source[dim] for dim in outer)),
+            *((0,) * unused + tuple(result[dim] for dim in outer)),
+            *self.rows_and_columns,
+            source[row],
+            result[column],
+            permutation.size_bytes,
+            *((1,) * unused + tuple(permutation.sizes[dim] for dim in outer)),
+            *self.tiles,
+            self.band,
+            pitch,
+        )
+        launch = Launch(
+            entry=compile_kernels(self.kernel, arch=gpu.arch).entry(self.kernel.name),
+            grid=(self.ctas, 1, 1),
+            block=(_THREADS, 1, 1),
+            parameters=(Buffer(0), Buffer(1), shape),
+            shared_memory_bytes=loaded_rows * pitch + VECTOR_BYTES,
+        )
+        return LaunchPlan(
+            name="transpose",
+            gpu=gpu,
+            launches=(launch,),
+            alignments=(VECTOR_BYTES, VECTOR_BYTES),
+            reason=f"{self.ctas} tiles of {tile_rows}x{tile_columns}",
+        )
 
 
 def plan_transpose(permutation: Permutation, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Compile the kernel of a permutation, if the policy chooses it.
-
-    Parameters
-    ----------
-    permutation
-        Reduced, of at least two dimensions.
-    gpu
-        The one to plan for.
-
-    Raises
-    ------
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernel with.
-    """
+    """Compile the kernel of a reduced permutation of two dimensions or more, if it is chosen."""
     found = transpose_candidate(permutation)
     if isinstance(found, NoKernel):
         return found
+    rows, _ = found.rows_and_columns
+    if rows * found.permutation.itemsize % _SECTOR_BYTES == 0 and current_policy() != "kernels":
+        return NoKernel("XLA is as fast where all rows of the result start at sectors")
     return plan_choice(transpose_workload(permutation), [found], gpu)
 
 
 def transpose_candidate(permutation: Permutation) -> TransposeCandidate | NoKernel:
     """Return the way to compute a reduced permutation, or why there is none."""
     permutation = permutation.widened
-    dims = len(permutation.sizes)
-    if dims - (1 if permutation.keeps_innermost else 2) > MAX_OUTER_DIMS:
-        return NoKernel(f"{dims} dimensions are moved, more than kernels take")
     if permutation.keeps_innermost:
-        shortest, found = permutation.row_bytes, row_transpose(permutation)
-    else:
-        matrices = Matrices.of(permutation)
-        rows, columns = matrices.rows * matrices.itemsize, matrices.columns * matrices.itemsize
-        if rows * matrices.columns < _MIN_MATRIX_BYTES:
-            return NoKernel(f"matrices of {rows * matrices.columns} bytes are too small for tiles")
-        shortest, found = min(rows, columns), tile_transpose(matrices)
-    if shortest < SECTOR_BYTES:
-        return NoKernel(f"rows of {shortest} bytes are too short")
-    if found.count > _MAX_COUNT:
+        return NoKernel(f"rows of {permutation.row_bytes} bytes stay whole")
+    if len(permutation.sizes) - 2 > _MAX_OUTER_DIMS:
+        return NoKernel(f"{len(permutation.sizes)} dimensions are moved, more than a kernel takes")
+    found = TransposeCandidate(permutation)
+    rows, columns = found.rows_and_columns
+    filled = rows * columns / (math.prod(found.tiles) * math.prod(found.tile))
+    if filled < _MIN_FILLED:
+        return NoKernel(f"matrices of {rows}x{columns} items fill {filled:.0%} of their tiles")
+    if found.ctas > _MAX_CTAS:
         return NoKernel(f"{permutation.size_bytes} bytes take more blocks than a launch has")
     return found
