@@ -222,10 +222,8 @@ class ScalarFunction:
         function: Callable[..., Any] = self.__call__
         for i in reversed(range(len(out))):
             remaining = set(out[i:])
-            axes = [
-                _position([x for x in labels if x in remaining], out[i])
-                for labels in (out, *operands)
-            ]
+            kept = ([x for x in labels if x in remaining] for labels in (out, *operands))
+            axes = [labels.index(out[i]) if out[i] in labels else None for labels in kept]
             function = jax.vmap(function, in_axes=tuple(axes), out_axes=0)
         function = compat.staged(function)
 
@@ -404,7 +402,3 @@ def _refuse_arrays(called: str, meaning: str, jaxpr: compat.Jaxpr) -> None:
             raise TypeError(
                 f"{called} has a side effect: {eqn.primitive.name} at {compat.source_line(eqn)}"
             )
-
-
-def _position(labels: Sequence[int], label: int) -> int | None:
-    return labels.index(label) if label in labels else None

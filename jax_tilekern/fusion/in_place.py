@@ -59,7 +59,8 @@ def operands_to_overwrite(
         pairs, free = [], dict(enumerate(x.aval for x in group.results))
         for i, (x, dims) in enumerate(group.operands):
             whole = dims == tuple(range(len(dims)))
-            same = [j for j, aval in free.items() if whole and _same(aval, x.aval)]
+            like = x.aval.shape, x.aval.dtype
+            same = [j for j, y in free.items() if whole and (y.shape, y.dtype) == like]
             if same and may_be_overwritten(x, call):
                 pairs.append((i, same[0]))
                 del free[same[0]]
@@ -74,10 +75,6 @@ def _call(number: int, is_product: bool, reads: Iterable[Any], results: Iterable
 
 def _reads(group: Group) -> list[Any]:
     return [*group.eqn.invars, *(reading.array for reading in group.operands)]
-
-
-def _same(aval: Any, other: Any) -> bool:
-    return bool(aval.shape == other.shape and aval.dtype == other.dtype)
 
 
 def _needed_by(call: _Call, made_by: dict[Any, _Call]) -> set[int]:

@@ -131,7 +131,8 @@ class _System:
 def _joined(first: Array, off_diagonal: Array, last: Array) -> Array:
     """Return the inverse of a lower triangle from those of its halves."""
     below = -_product(last, _product(off_diagonal, first))
-    right = _after_zeros(last, first.shape[-1])
+    zeros = (first.shape[-1], 0)
+    right = jnp.pad(last, [(0, 0)] * (last.ndim - 2) + [zeros, (0, 0)])
     return jnp.concatenate([jnp.concatenate([first, below], axis=-2), right], axis=-1)
 
 
@@ -147,10 +148,6 @@ def _lower(a: Array, *, unit_diagonal: bool) -> Array:
     if unit_diagonal:
         return jnp.tril(a, -1) + jnp.eye(a.shape[-1], dtype=a.dtype)
     return jnp.tril(a)
-
-
-def _after_zeros(x: Array, rows: int) -> Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(rows, 0), (0, 0)])
 
 
 def _half(size: int, block: int) -> int:

@@ -179,14 +179,16 @@ def cuda_kernel(
             name = _only_name(code.file, own)
         label = name if isinstance(name, str) else _label(own)
     else:
-        own, dynamic = _kernels(code.text), has_dynamic_shared_memory(code.text)
+        own = tuple(kernel for kernel, *_ in kernels_in(code.text))
+        dynamic = has_dynamic_shared_memory(code.text)
         for header in headers or ():
             if (cuda_folder() / header.removeprefix("tilekern/")).is_file():
                 raise ValueError(f"header {header} would take the place of one of the library's")
         if name is None:
             name = _only_kernel(code.text)
         label = name.partition("<")[0] if isinstance(name, str) else _label(own)
-        file = code.file or f"{_identifier(label)}.cu"
+        identifier = re.sub(r"\W+", "_", label).strip("_")
+        file = code.file or f"{identifier or 'kernel'}.cu"
         code = Source(code.text, file, dict(headers or {}), _folders(include))
     if shared_memory_bytes == 0 and len(own) == 1 and dynamic:
         raise ValueError(
@@ -448,10 +450,6 @@ def _folders(include: Any) -> tuple[str, ...]:
     return found
 
 
-def _kernels(text: str) -> tuple[str, ...]:
-    return tuple(name for name, *_ in kernels_in(text))
-
-
 def _label(names: Sequence[str]) -> str:
     return " or ".join(names) or "without a name"
 
@@ -466,7 +464,3 @@ def _only_kernel(text: str) -> str:
         f"{found}: pass name="
         + ("" if kernels or "\n" in text else ", and the path of a file as a pathlib.Path")
     )
-
-
-def _identifier(label: str) -> str:
-    return re.sub(r"\W+", "_", label).strip("_") or "kernel"

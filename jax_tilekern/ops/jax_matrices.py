@@ -62,47 +62,31 @@ def refusal_of_decomposition(a: Array) -> str | None:
     return why or (TOO_LARGE if max(sizes) > MAX_SIZE else None)
 
 
-def _svd(a: Array, *, compute_uv: bool, full_matrices: bool) -> Sequence[Array]:
-    return decompositions.svd(a, vectors=compute_uv, full=full_matrices)
-
-
 def _eigh(a: Array, *, lower: bool) -> Sequence[Array]:
     w, v = decompositions.eigh(a, vectors=True, lower=lower, symmetrize=False)
     return v, w
 
 
-def _qr(a: Array, *, full_matrices: bool) -> Sequence[Array]:
-    return decompositions.qr(a, vectors=True, full=full_matrices)
-
-
-def _cholesky(a: Array) -> Array:
-    return matrices.cholesky(a, symmetrize=False)
-
-
-def _triangular_solve(
-    a: Array, b: Array, *, left_side: bool, lower: bool, transpose_a: bool, unit_diagonal: bool
-) -> Array:
-    return matrices.triangular_solve(
-        a,
-        b,
-        left_side=left_side,
-        lower=lower,
-        transpose=transpose_a,
-        unit_diagonal=unit_diagonal,
-    )
-
-
-# For each primitive of JAX: the function of this library, the parameters that it takes, and why
-# matrices are left to JAX.
-_PARTS: dict[str, tuple[Callable[..., Any], tuple[str, ...], Refusal]] = {
-    "svd": (_svd, ("compute_uv", "full_matrices"), refusal_of_decomposition),
-    "eigh": (_eigh, ("lower",), refusal_of_decomposition),
-    "qr": (_qr, ("full_matrices",), refusal_of_decomposition),
-    "lu": (matrices.lu, (), refusal_of_square),
-    "cholesky": (_cholesky, (), refusal_of_square),
+# For each primitive of JAX: the function of this library, its keywords by the primitive's
+# parameters, and why matrices are left to JAX.
+_PARTS: dict[str, tuple[Callable[..., Any], dict[str, str], Refusal]] = {
+    "svd": (
+        decompositions.svd,
+        {"compute_uv": "vectors", "full_matrices": "full"},
+        refusal_of_decomposition,
+    ),
+    "eigh": (_eigh, {"lower": "lower"}, refusal_of_decomposition),
+    "qr": (
+        functools.partial(decompositions.qr, vectors=True),
+        {"full_matrices": "full"},
+        refusal_of_decomposition,
+    ),
+    "lu": (matrices.lu, {}, refusal_of_square),
+    "cholesky": (functools.partial(matrices.cholesky, symmetrize=False), {}, refusal_of_square),
     "triangular_solve": (
-        _triangular_solve,
-        ("left_side", "lower", "transpose_a", "unit_diagonal"),
+        matrices.triangular_solve,
+        {name: name for name in ("left_side", "lower", "unit_diagonal")}
+        | {"transpose_a": "transpose"},
         refusal_of_square,
     ),
 }
@@ -111,14 +95,14 @@ _UNUSUAL = ("subset_by_index", "pivoting")
 
 
 def _replacement(name: str, primitive: Any) -> Callable[..., Any]:
-    function, names, refusal_of = _PARTS[name]
+    function, keywords, refusal_of = _PARTS[name]
 
     def replaced(a: Array, *operands: Array, **params: Any) -> Any:
         unusual = next((each for each in _UNUSUAL if params.get(each)), None)
         why = refusal_of(a) if unusual is None else f"{name} with {unusual} is JAX's own"
         if is_left_to_jax(name, a, why):
             return primitive.bind(a, *operands, **params)
-        return function(a, *operands, **{each: params[each] for each in names})
+        return function(a, *operands, **{own: params[each] for each, own in keywords.items()})
 
     return replaced
 

@@ -209,7 +209,11 @@ def _mapped(
     operands += consts
     operand_axes += [(None,)] * len(consts)
     raw = [jax.random.key_data(x) if is_key(jax.typeof(x)) else x for x in operands]
-    out_positions = _out_positions(out_axes, shapes, traced.out_avals)
+    given_axes = compat.broadcast_prefix(out_axes, shapes)
+    out_positions = [
+        _positive(axis, aval.ndim + 1)
+        for axis, aval in zip(given_axes, traced.out_avals, strict=True)
+    ]
     if None in out_positions and 0 in lane_sizes(operands, operand_axes):
         # A value that is the same for all lanes is in none of them.
         return mapped(*args, **kwargs)
@@ -268,11 +272,6 @@ def _axes_of_leaves(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         *compat.broadcast_prefix(axes, args),
         *compat.broadcast_prefix(0, kwargs),
     ]
-
-
-def _out_positions(out_axes: Any, shapes: Any, avals: Sequence[Any]) -> list[int | None]:
-    found = compat.broadcast_prefix(out_axes, shapes)
-    return [_positive(axis, aval.ndim + 1) for axis, aval in zip(found, avals, strict=True)]
 
 
 def _positive(axis: int | None, ndim: int) -> int | None:
@@ -437,10 +436,6 @@ def _has_symbolic_sizes(avals: Sequence[Any]) -> bool:
     return not all(isinstance(size, int) for aval in avals for size in aval.shape)
 
 
-def _describe(*, function: LaneFunction, **_: Any) -> str:
-    return f"kernel {function}"
-
-
 _rules = Rules()
 define(
     Operation(
@@ -453,7 +448,7 @@ define(
             "cuda": _on_cuda,
             **{x: functools.partial(_elsewhere, x) for x in ("cpu", "rocm", "tpu")},
         },
-        describe=_describe,
+        describe=lambda function, **_: f"kernel {function}",
         several_results=True,
         jvp=_rules.jvp,
         register=_rules.register,

@@ -80,14 +80,11 @@ def plan_blocks(matrices: LargeMatrices, gpu: Gpu) -> int | NoKernel:
         return NoKernel(f"large matrices are computed in blocks on sm_90a, and this is {gpu.arch}")
     blocks = [block for block in _BLOCKS if block < matrices.size <= _MAX_PANELS * block]
     if not blocks:
-        return NoKernel(f"blocks are for more than {_BLOCKS[0]} rows, up to {_largest()}")
+        largest = _MAX_PANELS * _BLOCKS[-1]
+        return NoKernel(f"blocks are for more than {_BLOCKS[0]} rows, up to {largest}")
     library = matrices.library_seconds()
     block = min(blocks, key=matrices.blocked_seconds)
     seconds = matrices.blocked_seconds(block)
     if library < _MIN_GAIN * seconds:
         return NoKernel(f"XLA's own function takes about {library:.1e} s, blocks {seconds:.1e} s")
     return block
-
-
-def _largest() -> int:
-    return _MAX_PANELS * _BLOCKS[-1]

@@ -109,7 +109,7 @@ class Decomposition:
         short, long = sorted((m, n))
         short_stride, long_stride = (_odd_multiple(k, self._vector) for k in (short, long))
         if self.name == "eigh":
-            return n * long_stride + 4 * _multiple(n, self._vector)
+            return n * long_stride + 4 * math.ceil(n / self._vector) * self._vector
         if self.name == "qr":
             return (n + vectors * self._order) * _odd_multiple(m, self._vector) + short
         count = long if self.flags[1] else short
@@ -161,10 +161,6 @@ def plan_decomposition(
         alignments=(problem.dtype.itemsize,) * (2 + max(results)),
         reason=f"{problem.count} matrices, {lanes} each",
     )
-
-
-def _multiple(count: int, of: int) -> int:
-    return math.ceil(count / of) * of
 
 
 def _odd_multiple(count: int, of: int) -> int:
