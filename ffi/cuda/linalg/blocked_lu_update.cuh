@@ -14,8 +14,7 @@ __global__ void __launch_bounds__(256)
   if (row < size) permutation[row] = row;
 }
 
-// The shared memory of blocked_lu_update(), whose size `_UpdateKernel` of
-// `plans/linalg/blocked_lu.py` computes too.
+// The shared memory of blocked_lu_update(), whose size `plans/linalg/blocked_lu.py` computes too.
 template <typename T, int kRows>
 struct UpdateTile {
   Four<T> right[kPanelColumns][kBlockColumns / 4];
