@@ -104,7 +104,7 @@ def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
 )
 @pytest.mark.one_in(3)
 def test_few_columns_along_a_long_k(rng, dtype, n):
-    """Such a product is added up in parts of k, in place, and in packed parts in other types."""
+    """Such a product is packed in parts of k, and read in place where k has up to 2048 elements."""
     cases = [("mk,kn", 61, 2047), ("mk,kn", 29, 2049), ("mk,kn", 40, 4500), ("mk,nk", 300, 1100)]
     for subscripts, m, k in cases:
         a, b = operands(rng, subscripts, {"m": m, "n": n, "k": k}, dtype, dtype)

@@ -14,11 +14,6 @@ constexpr char kInstructionSet[] = "avx2";
 
 }  // namespace
 
-void AddAvx2Kernels(KernelTable& table) {
-  AddCommonKernels(table);
-  table.gemm[static_cast<int>(DType::kS8)] = &kGemmS8;
-  table.vector[static_cast<int>(DType::kS8)] = &kVectorS8;
-  table.dot[static_cast<int>(DType::kS8)] = Dot<S8Pairs, S8Pairs, uint64_t>;
-}
+void AddAvx2Kernels(KernelTable& table) { AddCommonKernels<S8Pairs, S8Pairs>(table); }
 
 }  // namespace tilekern::cpu

@@ -22,7 +22,6 @@ struct Bf16Pairs {
   static constexpr int kRowStep = 4;
   static constexpr int64_t kGroupsPerBlock = 384;
   static constexpr bool kRhsHeader = false;
-  static constexpr bool kIntegers = false;
 
   static TILEKERN_INLINE U32 Along(const uint16_t* p) { return Load<U32>(p); }
   static TILEKERN_INLINE U32 Across(const uint16_t* p, int64_t k_stride) {

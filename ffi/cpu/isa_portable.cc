@@ -23,16 +23,9 @@ struct AsU32 {
 };
 
 using MultiplyAddU32 = MultiplyAdd<uint32_t, U32, 384>;
-constexpr GemmFamily kGemmS8 = MakeGemmS8<MultiplyAddU32, AsU32>();
-constexpr VectorFamily kVectorS8 = MakeVectorS8<MultiplyAddU32, AsU32>();
 
 }  // namespace
 
-void AddPortableKernels(KernelTable& table) {
-  AddCommonKernels(table);
-  table.gemm[static_cast<int>(DType::kS8)] = &kGemmS8;
-  table.vector[static_cast<int>(DType::kS8)] = &kVectorS8;
-  table.dot[static_cast<int>(DType::kS8)] = Dot<MultiplyAddU32, AsU32, uint64_t>;
-}
+void AddPortableKernels(KernelTable& table) { AddCommonKernels<MultiplyAddU32, AsU32>(table); }
 
 }  // namespace tilekern::cpu

@@ -30,7 +30,7 @@ using PackFn = void (*)(const PanelSource& source, int64_t width, int64_t panels
 using GemmKernel = void (*)(int64_t groups, const void* lhs, const void* rhs, void* tile,
                             int64_t tile_stride, bool accumulate);
 
-// out (+)= lhs x rhs, of units with arbitrary strides, except that rows of rhs and of the output
+// out = lhs x rhs, of units with arbitrary strides, except that rows of rhs and of the output
 // are contiguous. Strides are in units.
 struct DirectProduct {
   int64_t m, n, k;
@@ -40,7 +40,6 @@ struct DirectProduct {
   int64_t rhs_k_stride;
   void* out;
   int64_t out_row_stride;
-  bool accumulate;
 };
 using DirectKernel = void (*)(const DirectProduct& product);
 
@@ -63,8 +62,8 @@ struct GemmFamily {
   PackFn pack_rhs[kNumDTypes];
 };
 
-inline constexpr int kMaxVectorRows = 4;     // vectors that a kernel multiplies along the matrix
-inline constexpr int kMaxVectorsAcross = 8;  // and across it
+inline constexpr int kMaxVectorRows = 4;  // vectors that a kernel multiplies
+inline constexpr int kRowsAlong = 4;      // rows that it reads at once, where it reads rows
 
 // sums[s, o] += sum_k small[s, k] * big[o, k] for a few s; the big operand is read in place.
 // `small` holds a panel of width 1 for each s, `small_stride` units apart.
@@ -78,21 +77,21 @@ struct VectorFamily {
   int unit_bytes;
   int lanes;
   PackFn pack_small[kNumDTypes];
-  VectorKernel across[kNumDTypes][kMaxVectorsAcross];  // big operand's outer stride is 1
-  VectorKernel along[kNumDTypes][kMaxVectorRows];      // big operand's k stride is 1
+  VectorKernel across[kNumDTypes][kMaxVectorRows];  // big operand's outer stride is 1
+  VectorKernel along[kNumDTypes][kMaxVectorRows];   // big operand's k stride is 1
 };
 
 // out (+)= a tile of accumulators, converted. Addition needs the accumulator's own type.
 using StoreFn = void (*)(const void* tile, int64_t tile_stride, int64_t rows, int64_t cols,
                          void* out, int64_t row_stride, int64_t col_stride, bool accumulate);
 
-// Moves items: to[c, r] = from[r, c]. Strides are in bytes.
+// Moves items of each of some matrices: to[c, r] = from[r, c]. Strides are in bytes.
 struct MatrixTranspose {
   const char* from;
-  int64_t from_stride;
+  int64_t from_stride, from_matrix;
   char* to;
-  int64_t to_stride;
-  int64_t rows, cols;
+  int64_t to_stride, to_matrix;
+  int64_t matrices, rows, cols;
   bool stream;  // the result is too large to stay in the caches
 };
 using TransposeKernel = void (*)(const MatrixTranspose& matrix);
@@ -124,26 +123,14 @@ union Total {
   uint64_t integer;
 };
 
-// Rows that a product with vectors reads at once, where it reads rows.
-inline constexpr int kRowsAlong = 4;
-
-// The maximal number of elements of a small matrix, whose columns are summed together with others'.
-inline constexpr int64_t kSmallMatrix = 1024;
-
 // Sums of one element type. Pointers to totals point to arrays of Total.
 struct SumFamily {
   void (*runs)(const SumSource& x, void* totals);     // totals[r] += the sum of row r
   void (*columns)(const SumSource& x, void* totals);  // totals[c] += the sum of column c
-  // totals[i * x.cols + c] += the sum of column c of matrix i; the small matrices are contiguous
-  void (*matrices)(const SumSource& x, int64_t matrices, void* totals);
-  void (*add)(void* totals, const void* more, int64_t count);
-  // totals[i, s] = the sum of totals[i, j, s] over `length` j, for `step` s and `count` totals
-  void (*fold)(void* totals, int64_t count, int64_t length, int64_t step);
+  // to[i, s] += the sum of totals[i, j, s] over `length` j, for `step` s and `count` sums
+  void (*fold)(const void* totals, int64_t count, int64_t length, int64_t step, void* to);
   void (*store)(const void* totals, int64_t count, void* out);
-  // out[c] = the sum of column c, in the type of the elements; there are at least kLeastColumns
-  void (*few_rows)(const SumSource& x, void* out);
 };
-inline constexpr int64_t kLeastColumns = 64;  // the bytes of the longest vector
 
 enum class SegmentReduction { kSum, kProduct, kMaximum, kMinimum };
 inline constexpr int kNumSegmentReductions = 4;

@@ -6,7 +6,6 @@
 #include "cpu/call.h"
 #include "cpu/direct_product.h"
 #include "cpu/dispatch.h"
-#include "cpu/dot_product.h"
 #include "cpu/gemm.h"
 #include "cpu/vector_product.h"
 
@@ -52,10 +51,9 @@ ProductKernel::ProductKernel(const Product& p)
     : gemm_(Kernels().gemm[static_cast<int>(p.lhs.type)]),
       store_(Kernels().store[static_cast<int>(p.out.type)]) {
   CheckTypes(p);
-  const VectorProduct vectors = VectorProduct::From(p);
   direct_ = IsDirectProduct(*gemm_, p);
   const VectorFamily* family = Kernels().vector[static_cast<int>(p.lhs.type)];
-  if (IsVectorProduct(vectors) && !IsSmall(*family, vectors, direct_)) {
+  if (IsVectorProduct(*family, VectorProduct::From(p), direct_)) {
     direct_ = false;
     vector_ = family;
     dot_ = IsDotProduct(p) && Kernels().dot[static_cast<int>(p.lhs.type)] != nullptr;
@@ -81,21 +79,12 @@ double ProductKernel::Cost(const Product& p) const {
 }
 
 void ProductKernel::Run(const Product& product) const {
-  if (dot_) {
-    RunDotProduct(Kernels(), product, Workers());
-  } else if (vector_ != nullptr) {
-    const VectorProduct vectors = VectorProduct::From(product);
-    RunVectorProduct(*vector_, store_, vectors, 0, vectors.outer);
-  } else {
-    RunMatrices(product);
-  }
-}
-
-void ProductKernel::RunMatrices(const Product& product) const {
   if (direct_) {
     RunDirectProduct(*gemm_, store_, product);
-  } else {
+  } else if (vector_ == nullptr) {
     RunGemm(*gemm_, store_, product);
+  } else {
+    RunShared(product, Workers());
   }
 }
 
@@ -103,12 +92,7 @@ void ProductKernel::RunShared(const Product& product, const Workers& workers) co
   if (dot_) {
     RunDotProduct(Kernels(), product, workers);
   } else if (vector_ != nullptr) {
-    const VectorProduct vectors = VectorProduct::From(product);
-    const int64_t chunk = VectorChunk(vectors, workers.threads());
-    workers.Run(CeilDiv(vectors.outer, chunk), [&](int64_t task) {
-      RunVectorProduct(*vector_, store_, vectors, task * chunk,
-                       std::min(chunk, vectors.outer - task * chunk));
-    });
+    RunVectorProduct(*vector_, store_, VectorProduct::From(product), workers);
   } else if (!direct_ && (std::min(product.m, product.n) > kFew || product.k > gemm_->k_block)) {
     RunGemm(*gemm_, store_, product, workers);
   } else {
@@ -121,14 +105,13 @@ void ProductKernel::RunShared(const Product& product, const Workers& workers) co
     const int64_t tasks = std::min(RoundUp(CeilDiv(size, least), workers.threads()),
                                    workers.threads() * kTasksPerThread);
     const int64_t chunk = RoundUp(CeilDiv(size, tasks), tile);
-    const Product whole = direct_ && !wide ? WithRowsOfRhs(*gemm_, product) : product;
     workers.Run(CeilDiv(size, chunk), [&](int64_t task) {
-      Product part = whole;
+      Product part = product;
       const int64_t first = task * chunk;
       (wide ? part.n : part.m) = std::min(chunk, size - first);
       (wide ? part.rhs.data : part.lhs.data) = wide ? part.rhs.At(0, first) : part.lhs.At(first, 0);
       part.out.data = wide ? part.out.At(0, first) : part.out.At(first, 0);
-      RunMatrices(part);
+      Run(part);
     });
   }
 }

@@ -46,8 +46,6 @@ class ProductKernel {
   void RunShared(const Product& product, const Workers& workers) const;
 
  private:
-  void RunMatrices(const Product& product) const;
-
   const GemmFamily* gemm_;
   const StoreFn store_;
   const VectorFamily* vector_ = nullptr;  // if not null, computes instead of `gemm_`

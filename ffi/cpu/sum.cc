@@ -25,36 +25,35 @@ struct Dim {
 
 // Outputs that are accumulated at once, in L1.
 constexpr int64_t kMaxTotals = kL1Bytes / sizeof(Total);
-// Fewer, beside which rows stay in L1, where so few numbers make a sum.
-constexpr int64_t kFewTotals = kMaxTotals / 4;
-constexpr int64_t kFewTerms = 32;
 // Runs of up to so many elements are summed as columns, where there are several to a sum.
 constexpr int64_t kFolded = 512;
-// Longer runs than this are not, where a row of them has more bytes than kFoldedBytes, since the
-// kernel would read parts of distant rows.
-constexpr int64_t kFoldedLong = 128;
-constexpr int64_t kFoldedBytes = kL1Bytes / 2;
-// Runs of at least kFoldedFew elements are summed as rows, where a sum has fewer than kFewRuns: to
-// fold the totals would take longer.
-constexpr int64_t kFoldedFew = 16;
-constexpr int64_t kFewRuns = 8;
-// Sums of fewer columns than this accumulate several rows side by side.
-constexpr int64_t kNarrowSums = 128;
-// Rows of at least kNarrowSums / 8 columns are merged only if so many rows result.
-constexpr int64_t kMerged = 32;
-// Where several tasks compute one output's sum: minimal elements per task, and the maximal number
-// of tasks.
-constexpr int64_t kSumChunk = 256 << 10;
+// Contiguous rows of fewer columns are merged to rows of about so many.
+constexpr int64_t kMergedColumns = 128;
+// Where several tasks compute one output's sum: minimal elements and rows per task, and the maximal
+// number of tasks.
+constexpr int64_t kChunk = 256 << 10;
+constexpr int64_t kChunkRows = 256;
 constexpr int64_t kMaxChunks = 512;
-// Adjacent rows of this size are added up together, where a sum has several rows.
-constexpr int64_t kAdjacentBytes = kL2Bytes / 4;
-// Minimal rows per task where several tasks sum the same columns, because each writes a total per
-// column.
-constexpr int64_t kRowsOfChunk = 256;
-// Sums of at most so many rows are made in registers.
-constexpr int64_t kFewRows = 8;
 // This many groups of outputs keep all threads busy without dividing sums.
 constexpr int64_t kManyGroups = 64;
+
+// Dimensions around a matrix, and their indices as one number.
+struct Outer {
+  struct Sized {
+    int64_t size, stride;
+  };
+  std::vector<Sized> dims;  // innermost first
+  int64_t count = 1;
+
+  int64_t Offset(int64_t index) const {
+    int64_t offset = 0;
+    for (const Sized& dim : dims) {
+      offset += index % dim.size * dim.stride;
+      index /= dim.size;
+    }
+    return offset;
+  }
+};
 
 // The sums of a custom call: matrices with one reduced and one kept dimension, enumerated by the
 // outer dimensions. Strides are in elements.
@@ -63,57 +62,47 @@ class Sums {
   Sums(std::vector<Dim> dims, DType type, DType out_type, const char* from, char* to)
       : family_(*Kernels().sum[static_cast<int>(type)]),
         store_(Kernels().sum[static_cast<int>(out_type)]->store),
-        few_rows_(type == out_type ? family_.few_rows : nullptr),
         bytes_(Bytes(type)),
         out_bytes_(Bytes(out_type)),
         from_(from),
         to_(to) {
     FoldShortRuns(dims);
     along_ = dims.back().reduced;
-    const Dim inner = dims.back();
-    const Dim middle = dims.size() > 1 ? dims[dims.size() - 2] : Dim{1, !along_};
-    rows_ = middle.size;
-    cols_ = inner.size;
-    int64_t stride = rows_ * cols_;
-    for (size_t i = dims.size() < 2 ? 0 : dims.size() - 2; i-- > 0; stride *= dims[i].size) {
-      Outer& outer = dims[i].reduced ? reduced_ : kept_;
-      outer.dims.insert(outer.dims.begin(), {dims[i].size, stride});
-      outer.count *= dims[i].size;
+    cols_ = dims.back().size;
+    dims.pop_back();
+    rows_ = dims.empty() ? 1 : dims.back().size;
+    if (!dims.empty()) dims.pop_back();
+    for (int64_t stride = rows_ * cols_; !dims.empty(); dims.pop_back()) {
+      Outer& outer = dims.back().reduced ? reduced_ : kept_;
+      outer.dims.push_back({dims.back().size, stride});
+      outer.count *= dims.back().size;
+      stride *= dims.back().size;
     }
-    const int64_t kept = along_ ? rows_ : cols_;
-    const int64_t deep = along_ ? cols_ : rows_;
-    group_ = std::min(kept, deep * reduced_.count <= kFewTerms ? kFewTotals : kMaxTotals);
+    const int64_t kept = along_ ? rows_ : cols_, deep = along_ ? cols_ : rows_;
+    const int64_t enough = along_ ? kChunk / (cols_ * reduced_.count) : kMaxTotals;
+    group_ = std::min({std::max<int64_t>(enough, 1), kept, kMaxTotals});
     group_ -= group_ % (fold_ * fold_step_);
-    if (along_) {
-      // For each outer reduced index a task reads adjacent rows, and not one row far from the next.
-      const int64_t enough = kSumChunk / cols_ / reduced_.count;
-      const int64_t adjacent = reduced_.count > 1 ? kAdjacentBytes / (cols_ * bytes_) : 1;
-      group_ = std::clamp<int64_t>(std::max(enough, adjacent), 1, group_);
-    }
     groups_ = CeilDiv(kept, group_);
     // The partition of a sum depends on the sizes alone.
     const int64_t depth = deep * reduced_.count, elements = group_ * depth;
-    const int64_t most = kMaxChunks / (kept_.count * groups_);
     const int64_t worthwhile =
-        along_ ? elements / kSumChunk : std::min(elements / kSumChunk, depth / kRowsOfChunk);
+        along_ ? elements / kChunk : std::min(elements / kChunk, depth / kChunkRows);
+    const int64_t groups = kept_.count * groups_;
     const int64_t chunks =
-        kept_.count * groups_ >= kManyGroups ? 1 : std::clamp<int64_t>(worthwhile, 1, most);
-    cuts_matrices_ = deep >= reduced_.count && (!along_ || group_ == 1 || reduced_.count == 1);
+        groups >= kManyGroups ? 1 : std::clamp<int64_t>(worthwhile, 1, kMaxChunks / groups);
+    cuts_matrices_ = deep >= reduced_.count;
     const int64_t cut = cuts_matrices_ ? deep : reduced_.count;
     chunk_ = CeilDiv(cut, chunks);
-    if (cuts_matrices_ && chunk_ > kAligned) chunk_ = RoundUp(chunk_, kAligned);
     chunks_ = CeilDiv(cut, chunk_);
     chunk_bytes_ = CeilDiv(elements, chunks_) * bytes_;
   }
 
   void Run(const Workers& workers) const {
-    if (HasSmallMatrices()) return RunMatrices(workers);
-    if (HasFewRows()) return RunFewRows(workers);
     const int64_t groups = kept_.count * groups_;
     if (chunks_ == 1) {
       workers.RunRanges(groups, chunk_bytes_, [&](int64_t first, int64_t last) {
+        Total totals[kMaxTotals];
         for (int64_t g = first; g < last; ++g) {
-          Total totals[kMaxTotals];
           AddUp(g, 0, totals);
           StoreGroup(g, totals);
         }
@@ -126,74 +115,14 @@ class Sums {
     });
     workers.RunRanges(groups, chunks_ * group_ * sizeof(Total), [&](int64_t first, int64_t last) {
       for (int64_t g = first; g < last; ++g) {
-        Total* sum = &totals[g * chunks_ * group_];
-        for (int64_t p = 1; p < chunks_; ++p) family_.add(sum, sum + p * group_, group_);
-        StoreGroup(g, sum);
+        Total sums[kMaxTotals] = {};
+        family_.fold(&totals[g * chunks_ * group_], group_, chunks_, group_, sums);
+        StoreGroup(g, sums);
       }
     });
   }
 
  private:
-  static constexpr int64_t kAligned = 1024;
-
-  struct Outer {
-    struct Sized {
-      int64_t size, stride;
-    };
-    std::vector<Sized> dims;
-    int64_t count = 1;
-
-    int64_t Offset(int64_t index) const {
-      int64_t offset = 0;
-      for (size_t i = dims.size(); i-- > 0 && index > 0; index /= dims[i].size) {
-        offset += index % dims[i].size * dims[i].stride;
-      }
-      return offset;
-    }
-  };
-
-  // Whether columns of small matrices are summed, which lie one after the other.
-  bool HasSmallMatrices() const {
-    return !along_ && fold_ == 1 && kept_.count > 1 && reduced_.dims.empty() &&
-           rows_ * cols_ <= kSmallMatrix;
-  }
-
-  void RunMatrices(const Workers& workers) const {
-    const int64_t each = kFewTotals / cols_, size = rows_ * cols_;
-    workers.RunRanges(
-        CeilDiv(kept_.count, each), each * size * bytes_, [&](int64_t begin, int64_t end) {
-          for (int64_t task = begin; task < end; ++task) {
-            const int64_t first = task * each;
-            const int64_t count = std::min(each, kept_.count - first);
-            Total totals[kFewTotals];
-            std::memset(totals, 0, count * cols_ * sizeof *totals);
-            family_.matrices({from_ + first * size * bytes_, cols_, rows_, cols_}, count, totals);
-            store_(totals, count * cols_, to_ + first * cols_ * out_bytes_);
-          }
-        });
-  }
-
-  // Whether each sum has so few elements that accumulators in memory would cost more than the
-  // additions.
-  bool HasFewRows() const {
-    return few_rows_ != nullptr && !along_ && fold_ == 1 && reduced_.dims.empty() &&
-           rows_ <= kFewRows && cols_ >= kLeastColumns;
-  }
-
-  void RunFewRows(const Workers& workers) const {
-    const int64_t groups = CeilDiv(cols_, kMaxTotals);
-    const int64_t bytes = cols_ / groups * (rows_ * bytes_ + out_bytes_);
-    workers.RunRanges(kept_.count * groups, bytes, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t matrix = i / groups, group = i % groups;
-        // Groups of about the same size, so that none has fewer than kLeastColumns.
-        const int64_t first = group * cols_ / groups, last = (group + 1) * cols_ / groups;
-        few_rows_({from_ + (kept_.Offset(matrix) + first) * bytes_, cols_, rows_, last - first},
-                  to_ + (matrix * cols_ + first) * out_bytes_);
-      }
-    });
-  }
-
   // Where a sum has several short runs, of single elements or of `fold_step_` neighbours, they are
   // kept as columns while whole rows are added, and folded at last.
   void FoldShortRuns(std::vector<Dim>& dims) {
@@ -202,11 +131,6 @@ class Sums {
     const int64_t step = kept ? dims.back().size : 1;
     const int64_t length = dims[dims.size() - 1 - kept].size;
     if (step > kFolded / length) return;
-    const int64_t row_bytes = dims[dims.size() - 2 - kept].size * length * step * bytes_;
-    if (!kept && length > kFoldedLong && row_bytes > kFoldedBytes) return;
-    int64_t runs = 1;
-    for (size_t i = 0; i + 1 < dims.size(); ++i) runs *= dims[i].reduced ? dims[i].size : 1;
-    if (!kept && length >= kFoldedFew && runs < kFewRuns) return;
     fold_ = length;
     fold_step_ = step;
     dims.resize(dims.size() - 1 - kept);
@@ -218,13 +142,13 @@ class Sums {
   }
 
   void AddUp(int64_t group, int64_t chunk, Total* totals) const {
-    std::memset(totals, 0, group_ * sizeof *totals);
     const int64_t kept_first = group % groups_ * group_, kept = GroupSize(group);
+    std::memset(totals, 0, kept * sizeof *totals);
+    const int64_t first = chunk * chunk_;
     const int64_t deep = along_ ? cols_ : rows_;
-    const int64_t cut_first = chunk * chunk_;
-    const int64_t cut = std::min(chunk_, (cuts_matrices_ ? deep : reduced_.count) - cut_first);
-    const int64_t deep_first = cuts_matrices_ ? cut_first : 0, depth = cuts_matrices_ ? cut : deep;
-    const int64_t matrix = cuts_matrices_ ? 0 : cut_first;
+    const int64_t cut = std::min(chunk_, (cuts_matrices_ ? deep : reduced_.count) - first);
+    const int64_t deep_first = cuts_matrices_ ? first : 0, depth = cuts_matrices_ ? cut : deep;
+    const int64_t matrix = cuts_matrices_ ? 0 : first;
     const int64_t matrices = cuts_matrices_ ? reduced_.count : cut;
     const int64_t start =
         kept_.Offset(group / groups_) +
@@ -241,28 +165,30 @@ class Sums {
 
   // Short contiguous rows are merged to longer ones.
   void SumColumns(const SumSource& x, Total* totals) const {
-    const int64_t wide = x.cols < kNarrowSums && x.cols == x.row_stride ? kNarrowSums / x.cols : 1;
-    const int64_t rows = x.rows / wide;
-    const bool merged = wide > 1 && rows >= (x.cols < kNarrowSums / 8 ? 1 : kMerged);
-    if (!merged) return family_.columns(x, totals);
-    Total sums[kNarrowSums] = {};
-    family_.columns({x.data, wide * x.cols, rows, wide * x.cols}, sums);
-    for (int64_t i = 0; i < wide; ++i) family_.add(totals, sums + i * x.cols, x.cols);
-    const auto* rest = static_cast<const char*>(x.data) + rows * wide * x.cols * bytes_;
-    family_.columns({rest, x.row_stride, x.rows - rows * wide, x.cols}, totals);
+    const int64_t wide = x.cols == x.row_stride ? kMergedColumns / x.cols : 1;
+    const int64_t rows = wide > 1 ? x.rows / wide : 0, merged = rows * wide;
+    if (rows > 0) {
+      Total sums[kMergedColumns] = {};
+      family_.columns({x.data, wide * x.cols, rows, wide * x.cols}, sums);
+      family_.fold(sums, x.cols, wide, x.cols, totals);
+    }
+    const auto* rest = static_cast<const char*>(x.data) + merged * x.cols * bytes_;
+    family_.columns({rest, x.row_stride, x.rows - merged, x.cols}, totals);
   }
 
-  void StoreGroup(int64_t group, Total* totals) const {
+  void StoreGroup(int64_t group, const Total* totals) const {
     const int64_t kept = along_ ? rows_ : cols_;
     const int64_t at = (group / groups_ * kept + group % groups_ * group_) / fold_;
     const int64_t count = GroupSize(group) / fold_;
-    if (fold_ > 1) family_.fold(totals, count, fold_, fold_step_);
-    store_(totals, count, to_ + at * out_bytes_);
+    char* to = to_ + at * out_bytes_;
+    if (fold_ == 1) return store_(totals, count, to);
+    Total sums[kMaxTotals / 2] = {};
+    family_.fold(totals, count, fold_, fold_step_, sums);
+    store_(sums, count, to);
   }
 
   const SumFamily& family_;
   void (*const store_)(const void* totals, int64_t count, void* out);
-  void (*const few_rows_)(const SumSource& x, void* out);  // null if types differ
   const int64_t bytes_, out_bytes_;
   const char* const from_;
   char* const to_;
@@ -271,8 +197,8 @@ class Sums {
   bool along_;                        // sums run along rows, else down columns
   int64_t rows_, cols_;
   Outer kept_, reduced_;
-  int64_t group_,
-      groups_;  // outputs of a matrix that are accumulated at once, and the number of such groups
+  // Outputs of a matrix that are accumulated at once, and the number of such groups.
+  int64_t group_, groups_;
   bool cuts_matrices_;  // chunks are parts of matrices, else of the reduced outer dimensions
   int64_t chunk_, chunks_, chunk_bytes_;
 };

@@ -29,136 +29,80 @@ struct Dim {
 constexpr int64_t kBlockBytes = 2 * kL2Bytes;
 constexpr int64_t kBlockRowBytes = 1024;
 constexpr int64_t kCopiedRowBytes = 16384;
+// The same of the operand's rows, where neighbouring matrices share the result's lines.
+constexpr int64_t kSharedBytes = 8 * kLineBytes;
 // Lines of so many rows of the result stay in L1, even if they are in one set.
 constexpr int64_t kMostRowsWritten = 12;
-// The most matrices that are moved together because they share the result's lines.
-constexpr int64_t kMostTogether = 256;
-
-// The distance of the prefetch of small matrices.
-constexpr int64_t kMatricesAhead = 4;
 
 // A dimension divided into blocks of equal size, of which the last also has the remainder.
 struct Cut {
-  int64_t size, block, blocks;
+  Dim dim;
+  int64_t block, blocks;
 
-  Cut(int64_t size, int64_t block)
-      : size(size), block(block), blocks(std::max<int64_t>(size / block, 1)) {}
+  Cut(Dim dim, int64_t most)
+      : dim(dim),
+        block(std::clamp<int64_t>(most, 1, dim.size)),
+        blocks(std::max<int64_t>(dim.size / block, 1)) {}
 
-  int64_t First(int64_t index) const { return index * block; }
-  int64_t Count(int64_t index) const { return index == blocks - 1 ? size - First(index) : block; }
+  Dim Blocks() const { return {blocks, block * dim.from_stride, block * dim.to_stride}; }
+  int64_t Count(int64_t index) const {
+    return index == blocks - 1 ? dim.size - index * block : block;
+  }
 };
 
-// A place in both arrays, which moves over all indices of some dimensions, outermost first.
-class Place {
- public:
-  Place(const std::vector<Dim>& dims, int64_t index, const char* from, char* to)
-      : dims_(dims), indices_(dims.size()), from_(from), to_(to) {
-    for (size_t i = dims.size(); i-- > 0 && index > 0; index /= dims[i].size) {
-      indices_[i] = index % dims[i].size;
-      from_ += indices_[i] * dims[i].from_stride;
-      to_ += indices_[i] * dims[i].to_stride;
-    }
+// Moves matrices of items: `row` is innermost in the result, `col` in the operand, and `dims` are
+// the others, outermost first in the result.
+void Move(const Workers& workers, std::vector<Dim> dims, Dim row, Dim col, int64_t item,
+          const char* from, char* to, bool stream) {
+  const bool copied = item > 16 || (item & (item - 1)) != 0;
+  const Cut rows(row, (copied ? kCopiedRowBytes : kBlockRowBytes) / item);
+  const int64_t row_bytes = rows.block * item;
+  // Matrices that share the result's lines are moved together, a few columns of each.
+  const bool share = row_bytes < kLineBytes && !dims.empty() && dims.back().to_stride == row_bytes;
+  const Cut cols(col, share ? kSharedBytes / item : kBlockBytes / row_bytes);
+  Dim matrix = {1, 0, 0};
+  if (!copied && !dims.empty()) {
+    matrix = dims.back();
+    dims.pop_back();
   }
-
-  const char* from() const { return from_; }
-  char* to() const { return to_; }
-  // The index of a dimension, counted from the innermost one.
-  int64_t FromLast(size_t dim) const { return indices_[dims_.size() - 1 - dim]; }
-
-  void Advance() {
-    for (size_t i = dims_.size(); i-- > 0;) {
-      from_ += dims_[i].from_stride;
-      to_ += dims_[i].to_stride;
-      if (++indices_[i] < dims_[i].size) return;
-      from_ -= dims_[i].size * dims_[i].from_stride;
-      to_ -= dims_[i].size * dims_[i].to_stride;
-      indices_[i] = 0;
+  // Others are whole blocks, or are moved one after the other.
+  const bool together = share || rows.blocks * cols.blocks == 1;
+  const Cut matrices(matrix, together ? kBlockBytes / (row_bytes * cols.block) : 1);
+  for (const Cut& cut : {matrices, cols, rows}) dims.push_back(cut.Blocks());
+  int64_t blocks = 1;
+  for (const Dim& dim : dims) blocks *= dim.size;
+  const auto move = [&](int64_t block) {
+    const char* block_from = from;
+    char* block_to = to;
+    int64_t index[3];  // of rows, cols and matrices
+    for (size_t i = 0; i < dims.size(); ++i) {
+      const Dim& dim = dims[dims.size() - 1 - i];
+      const int64_t at = block % dim.size;
+      block /= dim.size;
+      if (i < 3) index[i] = at;
+      block_from += at * dim.from_stride;
+      block_to += at * dim.to_stride;
     }
-  }
-
- private:
-  const std::vector<Dim>& dims_;
-  std::vector<int64_t> indices_;
-  const char* from_;
-  char* to_;
-};
-
-// A matrix of items in both arrays: `row` is innermost in the result, `col` in the operand, and
-// `dims` are the others.
-struct Matrices {
-  std::vector<Dim> dims;
-  Dim row, col;
-  int64_t item;
-  const char* from;
-  char* to;
-};
-
-// Calls move(from, to, rows, cols) for blocks of the matrices, on all threads.
-template <typename Move>
-void ForEachBlock(const Workers& workers, Matrices m, int64_t row_bytes, int64_t bytes,
-                  const Move& move) {
-  const Cut rows(m.row.size, std::max<int64_t>(row_bytes / m.item, 1));
-  const int64_t bytes_of_row = std::min(rows.block, rows.size) * m.item;
-  int64_t most_cols = std::max<int64_t>(bytes / bytes_of_row, 1);
-  // The matrices of which a few columns are moved one after the other: those whose rows are next to
-  // each other in the result, if a row is less than a line of the cache.
-  Dim together = {1, 0, 0};
-  if (bytes_of_row < kLineBytes && !m.dims.empty() && m.dims.back().to_stride == bytes_of_row) {
-    together = m.dims.back();
-    m.dims.pop_back();
-    most_cols = std::max<int64_t>(kLineBytes / m.item, 1);
-  }
-  const Cut cols(m.col.size, most_cols), groups(together.size, kMostTogether);
-  const int64_t block_bytes =
-      bytes_of_row * std::min(cols.block, cols.size) * std::min(groups.block, groups.size);
-  std::vector<Dim> blocks = std::move(m.dims);
-  blocks.push_back({groups.blocks, groups.First(1) * together.from_stride,
-                    groups.First(1) * together.to_stride});
-  blocks.push_back({cols.blocks, cols.First(1) * m.item, cols.First(1) * m.col.to_stride});
-  blocks.push_back({rows.blocks, rows.First(1) * m.row.from_stride, rows.First(1) * m.item});
-  int64_t count = 1;
-  for (const Dim& dim : blocks) count *= dim.size;
-  workers.RunRanges(count, block_bytes, [&](int64_t first, int64_t last) {
-    Place place(blocks, first, m.from, m.to);
-    for (int64_t index = first; index < last; ++index, place.Advance()) {
-      const char* from = place.from();
-      char* to = place.to();
-      const int64_t matrices = groups.Count(place.FromLast(2));
-      for (int64_t i = 0; i < matrices; ++i) {
-        // A matrix has a line in each row of the operand.
-        for (int64_t r = 0; i + kMatricesAhead < matrices && r < rows.size; ++r) {
-          __builtin_prefetch(from + kMatricesAhead * together.from_stride + r * m.row.from_stride);
-        }
-        move(from, to, rows.Count(place.FromLast(0)), cols.Count(place.FromLast(1)));
-        from += together.from_stride;
-        to += together.to_stride;
-      }
+    const int64_t row_count = rows.Count(index[0]), col_count = cols.Count(index[1]);
+    if (copied) {
+      const RunCopy::Dim inner = {col_count, item, col.to_stride};
+      const RunCopy::Dim outer = {row_count, row.from_stride, item};
+      // Runs of several lines are read one after the other, if few rows are written or no line of
+      // the result is in two runs.
+      const bool along =
+          item >= 2 * kLineBytes && (col_count <= kMostRowsWritten || item % kLineBytes == 0);
+      Kernels().copy(
+          {block_from, block_to, item, along ? outer : inner, along ? inner : outer, stream});
+    } else {
+      Kernels().transpose[__builtin_ctzll(item)](
+          {block_from, row.from_stride, matrix.from_stride, block_to, col.to_stride,
+           matrix.to_stride, matrices.Count(index[2]), row_count, col_count, stream});
     }
-  });
-}
-
-// Moves items of a power of two up to 16 bytes.
-void TransposeItems(const Workers& workers, const Matrices& m, bool stream) {
-  const TransposeKernel transpose = Kernels().transpose[__builtin_ctzll(m.item)];
-  ForEachBlock(workers, m, kBlockRowBytes, kBlockBytes,
-               [&](const char* from, char* to, int64_t rows, int64_t cols) {
-                 transpose({from, m.row.from_stride, to, m.col.to_stride, rows, cols, stream});
-               });
-}
-
-// Moves items of any size as runs of bytes.
-void CopyItems(const Workers& workers, const Matrices& m, bool stream) {
-  const CopyKernel copy = Kernels().copy;
-  ForEachBlock(workers, m, kCopiedRowBytes, kBlockBytes,
-               [&](const char* from, char* to, int64_t rows, int64_t cols) {
-                 const RunCopy::Dim col = {cols, m.item, m.col.to_stride};
-                 const RunCopy::Dim row = {rows, m.row.from_stride, m.item};
-                 // Runs of several lines are read one after the other, if few rows are written or
-                 // no line of the result is in two runs.
-                 const bool along = m.item >= 2 * kLineBytes &&
-                                    (cols <= kMostRowsWritten || m.item % kLineBytes == 0);
-                 copy({from, to, m.item, along ? row : col, along ? col : row, stream});
-               });
+  };
+  workers.RunRanges(blocks, row_bytes * cols.block * matrices.block,
+                    [&](int64_t first, int64_t end) {
+                      for (int64_t block = first; block < end; ++block) move(block);
+                    });
 }
 
 void CheckPermutation(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> permutation) {
@@ -225,17 +169,8 @@ void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
                                   [&](const Dim& dim) { return dim.from_stride == item; });
   const Dim col = *found;
   dims.erase(found);
-  const Matrices matrices = {std::move(dims),
-                             row,
-                             col,
-                             item,
-                             static_cast<const char*>(x.untyped_data()),
-                             static_cast<char*>(out.untyped_data())};
-  if (item > 16 || (item & (item - 1)) != 0) {
-    CopyItems(workers, matrices, stream);
-  } else {
-    TransposeItems(workers, matrices, stream);
-  }
+  Move(workers, std::move(dims), row, col, item, static_cast<const char*>(x.untyped_data()),
+       static_cast<char*>(out.untyped_data()), stream);
 }
 
 ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/kernel_table.h"
+#include "cpu/parallel.h"
 #include "cpu/product.h"
 
 namespace tilekern::cpu {
@@ -16,18 +17,17 @@ struct VectorProduct {
   static VectorProduct From(const Product& product);
 };
 
-// Whether this path supports the product: few vectors, and a large operand with a unit stride.
-bool IsVectorProduct(const VectorProduct& product);
+// Whether this path takes the product: few vectors, and a large operand with a unit stride. Several
+// vectors over a short k, or with few results, are left to the matrix product's kernels, which are
+// faster where they read operands in place, as `direct` says.
+bool IsVectorProduct(const VectorFamily& family, const VectorProduct& product, bool direct);
 
-// Whether several products with vectors are so short, or have so few results, that a matrix
-// product's kernel is faster. Without `direct`, that kernel packs both operands.
-bool IsSmall(const VectorFamily& family, const VectorProduct& product, bool direct);
+// Whether the product is of two contiguous vectors.
+bool IsDotProduct(const Product& product);
 
-// Returns the entries of the large operand per task, for `threads` threads.
-int64_t VectorChunk(const VectorProduct& product, int64_t threads);
-
-// Computes `count` entries of each result from `first` on.
 void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorProduct& product,
-                      int64_t first, int64_t count);
+                      const Workers& workers);
+
+void RunDotProduct(const KernelTable& kernels, const Product& product, const Workers& workers);
 
 }  // namespace tilekern::cpu

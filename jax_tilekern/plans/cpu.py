@@ -15,7 +15,7 @@ from jax_tilekern.plans.transpose.permutation import Permutation
 
 # By the word for it in a kernel's name: why a product is computed in this way.
 _PRODUCT_REASONS = {
-    "direct": "rhs is small or has few columns, so operands are read in place",
+    "direct": "rhs is small, so operands are read in place",
     "packed": "large or narrow operands are packed for the caches first",
     "vector-matrix": "a product with a vector reads the matrix once, as it lies",
     "dot": "a dot product reads both vectors once, as they lie",
