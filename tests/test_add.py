@@ -275,11 +275,12 @@ def test_plans_that_no_launch_has():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 @pytest.mark.one_in(3)
 def test_kernels_compile(arch):
-    kernels = {add_kernel(dtype) for dtype in ADDED_DTYPES}
+    kernels = {add_kernel(dtype, n) for dtype in ADDED_DTYPES for n in (1, 16 // dtype.itemsize)}
     compiled = compile_kernels(*kernels, arch=arch)
     assert compiled.log == ""
     for kernel in kernels:
-        assert compiled.entry(kernel.name).spill_bytes == 0
+        entry = compiled.entry(kernel.name)
+        assert entry.spill_bytes == entry.stack_bytes == 0
 
 
 # The page that is made around it.

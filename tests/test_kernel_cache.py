@@ -87,7 +87,7 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 locked = os.environ["XDG_CACHE_HOME"]
 os.environ["XDG_CACHE_HOME"] = locked + "-open"
 # NVRTC and the sources are loaded here: the other user may not be allowed to read them.
-compile_kernels(Kernel("add.cuh", "tilekern::add<float, 2>"), arch="sm_80").entries
+compile_kernels(Kernel("add.cuh", "tilekern::add<float, 8>"), arch="sm_80").entries
 os.environ["XDG_CACHE_HOME"] = locked
 if os.geteuid() == 0:
     os.seteuid(65534)  # root may enter any folder

@@ -44,6 +44,12 @@ struct SelectType<false, Then, Else> {
 template <bool kCondition, typename Then, typename Else>
 using Select = typename SelectType<kCondition, Then, Else>::Type;
 
+// A word of 1, 2, 4, 8 or 16 bytes, which one instruction reads.
+template <int kBytes>
+using WordOf = Select<
+    kBytes == 1, uint8,
+    Select<kBytes == 2, uint16, Select<kBytes == 4, uint32, Select<kBytes == 8, uint2, uint4>>>>;
+
 template <typename T>
 constexpr T min_of(T a, T b) {
   return a < b ? a : b;

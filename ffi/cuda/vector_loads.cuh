@@ -12,6 +12,17 @@ struct Bits {
   uint32 words[kWords];
 };
 
+// Loads data that other rows or threads read too, through L1.
+template <int kBytes>
+inline Bits<kBytes> load_reused(const void* address) {
+  const WordOf<kBytes> word = __ldg(static_cast<const WordOf<kBytes>*>(address));
+  if constexpr (kBytes < 4) {
+    return {{word}};
+  } else {
+    return __builtin_bit_cast(Bits<kBytes>, word);
+  }
+}
+
 // Loads data that is read once, bypassing L1. It is not volatile, so that the compiler can keep
 // many loads in flight.
 template <int kBytes>
@@ -27,32 +38,8 @@ inline Bits<kBytes> load_once(const void* address) {
         : "l"(address));
   } else if constexpr (kBytes == 4) {
     asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
-  } else if constexpr (kBytes == 2) {
-    asm("ld.global.nc.u16 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
   } else {
-    asm("ld.global.nc.u8 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
-  }
-  return bits;
-}
-
-// Loads data that other rows or threads read too, through L1.
-template <int kBytes>
-inline Bits<kBytes> load_reused(const void* address) {
-  Bits<kBytes> bits;
-  if constexpr (kBytes == 16) {
-    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(bits.words[0]), "=r"(bits.words[1]), "=r"(bits.words[2]), "=r"(bits.words[3])
-        : "l"(address));
-  } else if constexpr (kBytes == 8) {
-    asm("ld.global.nc.v2.u32 {%0, %1}, [%2];"
-        : "=r"(bits.words[0]), "=r"(bits.words[1])
-        : "l"(address));
-  } else if constexpr (kBytes == 4) {
-    asm("ld.global.nc.u32 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
-  } else if constexpr (kBytes == 2) {
-    asm("ld.global.nc.u16 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
-  } else {
-    asm("ld.global.nc.u8 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
+    bits = load_reused<kBytes>(address);
   }
   return bits;
 }

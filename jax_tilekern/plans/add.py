@@ -11,13 +11,13 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy.setting import current_policy
 
 _MAX_DIMS = 6
 _THREADS = 256
-_MAX_ELEMENTS = 2**32 - _THREADS
+_MAX_ELEMENTS = 2**32 - _THREADS * VECTOR_BYTES
 
 # Element types that kernels add, on every platform.
 _NAMES = "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8"
@@ -67,10 +67,14 @@ def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | No
         *(*(1,) * unused, *dims.sizes),
         elements,
     )
-    kernel = add_kernel(dtype)
+    # A vector of a thread may lie in two rows, but then it is added element by element.
+    vector, row = VECTOR_BYTES // dtype.itemsize, dims.sizes[-1]
+    if row < 4 * vector:
+        vector = math.gcd(vector, row)
+    kernel = add_kernel(dtype, vector)
     launch = Launch(
         entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
-        grid=(math.ceil(elements / _THREADS), 1, 1),
+        grid=(math.ceil(elements / (_THREADS * vector)), 1, 1),
         block=(_THREADS, 1, 1),
         parameters=(Buffer(0), Buffer(1), Buffer(2), shape),
     )
@@ -78,13 +82,13 @@ def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | No
         name=f"add {dtype}",
         gpu=gpu,
         launches=(launch,),
-        alignments=(dtype.itemsize,) * 3,
+        alignments=(dtype.itemsize, dtype.itemsize, vector * dtype.itemsize),
         reason=str(dims),
     )
 
 
-def add_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel that adds elements of a type; signed integers wrap as unsigned."""
+def add_kernel(dtype: np.dtype[Any], vector: int) -> Kernel:
+    """Return the kernel whose threads add vectors; signed integers wrap as unsigned."""
     if dtype.kind == "i":
         dtype = np.dtype(f"u{dtype.itemsize}")
-    return Kernel("add.cuh", f"tilekern::add<{CXX_TYPES[dtype]}>")
+    return Kernel("add.cuh", f"tilekern::add<{CXX_TYPES[dtype]}, {vector * dtype.itemsize}>")

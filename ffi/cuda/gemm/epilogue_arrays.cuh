@@ -63,12 +63,6 @@ inline T stored(typename ComputedType<T>::Type x) {
   }
 }
 
-// Words that one instruction reads.
-template <int kBytes>
-using WordOf = Select<
-    kBytes == 1, uint8,
-    Select<kBytes == 2, uint16, Select<kBytes == 4, uint32, Select<kBytes == 8, uint2, uint4>>>>;
-
 // Elements of adjacent columns.
 template <typename T, int kCount>
 struct ElementRun {

@@ -44,10 +44,7 @@ template <int kItemBytes, bool kAligned>
 __global__ void __launch_bounds__(kTransposeThreads)
     transpose_tiles(const char* __restrict__ source, char* __restrict__ result,
                     const __grid_constant__ TransposeShape shape) {
-  using Item =
-      Select<kItemBytes == 1, uint8,
-             Select<kItemBytes == 2, uint16,
-                    Select<kItemBytes == 4, uint32, Select<kItemBytes == 8, uint2, uint4>>>>;
+  using Item = WordOf<kItemBytes>;
   constexpr int kVectorItems = 16 / kItemBytes;
   constexpr int kRows = 256 / kItemBytes;
   constexpr int kColumns = min_of(kRows, 128);

@@ -217,6 +217,8 @@ _MARGIN = 1.25
 
 def verdict_on_gpu(product: ComplexProduct, gpu: Gpu) -> Verdict:
     """Return what computes a complex product on a GPU."""
+    if (product.real.geometry.m, product.real.geometry.n) == (1, 2):
+        return Verdict(False, "2x2 matrices are four reads for one of a vector in a dot product")
     if current_policy() == "kernels":
         return _ASKED
     real, work = product.real, product_workload(product.real)

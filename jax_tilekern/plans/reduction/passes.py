@@ -13,9 +13,9 @@ from jax_tilekern.plans.reduction.problem import Reduction
 
 _MAX = 2**31 - 1
 # With fewer CTAs than SMs, k is divided among this many for each SM, if that leaves every thread
-# loads enough and the bytes are worth a second launch.
-_CTAS_PER_SM = 8
-_MIN_LOADS, _MIN_BYTES = 4, 1 << 16
+# loads enough and the bytes are worth a second launch. Many bytes are worth it for an even load.
+_CTAS_PER_SM, _EVEN_CTAS_PER_SM = 8, 4
+_MIN_LOADS, _MIN_BYTES, _MANY_BYTES = 4, 1 << 16, 1 << 27
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def reduction_candidate(
     passes: tuple[Reduction, ...] = (whole,)
     cycles = gpu.rates.launch_cycles + whole.bytes / gpu.rates.memory_bandwidth
     chunks = min(_CTAS_PER_SM * gpu.sm_count // whole.ctas, whole.k // (whole.k_step * _MIN_LOADS))
-    if whole.ctas < gpu.sm_count and whole.bytes >= _MIN_BYTES and chunks > 1:
+    few = gpu.sm_count * (_EVEN_CTAS_PER_SM if whole.bytes >= _MANY_BYTES else 1)
+    if whole.ctas < few and whole.bytes >= _MIN_BYTES and chunks > 1:
         # Chunks are whole steps, so fewer may do.
         chunk_k = math.ceil(math.ceil(whole.k / whole.k_step) / chunks) * whole.k_step
         passes = whole.partial(math.ceil(whole.k / chunk_k))

@@ -18,8 +18,9 @@ from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 
 _Dtype = np.dtype[Any]
 THREADS = 256
-# With fewer rows, a CTA has one, and otherwise a warp.
-_FEW_ROWS = 1024
+# Bytes that loads of all threads, one each, have at least, and the most threads that this takes.
+_LOADED_BYTES, _MANY_THREADS = 2**20, 2**18
+_MAX_LINES = 16
 
 
 class SummedDims(NamedTuple):
@@ -83,13 +84,23 @@ class Reduction:
 
     @property
     def vector(self) -> int:
-        """Elements of a load, up to 16 bytes, that divide all distances between loads."""
+        """Elements of a load of ``lhs``: 16 bytes of a row, or what divides steps of columns."""
         *batch, output, k = self.lhs_strides
+        most = VECTOR_BYTES // self.dtype.itemsize
         if not self.columns:
-            steps = [*batch, *(self.rhs_strides or ())[:-1], output if self.outputs > 1 else 0]
-        else:
-            steps = [*batch, k if self.k > 1 else 0, self.outputs if output == 1 else 1]
-        return math.gcd(VECTOR_BYTES // self.dtype.itemsize, *steps)
+            return most
+        steps = [*batch, k if self.k > 1 else 0, self.outputs if output == 1 else 1]
+        return math.gcd(most, *steps)
+
+    @property
+    def factor(self) -> int:
+        """Elements of a load of ``rhs``: a vector if rows of both are as far from alignment."""
+        if self.columns or self.rhs_strides is None:
+            return 1
+        *lhs_batch, output, _ = self.lhs_strides
+        steps = [x - y for x, y in zip(lhs_batch, self.rhs_strides[:-1], strict=True)]
+        steps += [output] if self.outputs > 1 else []
+        return 1 if any(step % self.vector for step in steps) else self.vector
 
     @property
     def slots(self) -> int:
@@ -99,11 +110,20 @@ class Reduction:
     @property
     def lanes(self) -> int:
         """Threads side by side along the dimension of loads."""
+        load_bytes = self.vector * self.dtype.itemsize
+        unroll = 4 if load_bytes > 4 else 8
+        wanted = min(_MANY_THREADS, _LOADED_BYTES // load_bytes)
+        # More threads share k, as long as their loads are in flight together, if slots are few.
+        loads = self.k if self.columns else math.ceil(self.k / self.vector)
+        sharing = min(
+            _power_of_two(math.ceil(loads / unroll)), _power_of_two(math.ceil(wanted / self.slots))
+        )
         if self.columns:
-            lines = min(THREADS // WARP, _power_of_two(self.k))
-            return min(THREADS // lines, _power_of_two(self.slots))
-        most = THREADS if self.results < _FEW_ROWS else WARP
-        return min(most, _power_of_two(max(1, self.k // self.vector)))
+            return min(THREADS // min(sharing, _MAX_LINES), _power_of_two(self.slots))
+        # A lane has one of the elements before and after whole vectors. Long rows take a warp.
+        ends = _power_of_two(min(self.k, 2 * self.vector))
+        warp = min(WARP, _power_of_two(math.ceil(loads / 8)))
+        return min(THREADS, max(sharing, ends, warp))
 
     @property
     def k_step(self) -> int:
@@ -127,6 +147,7 @@ class Reduction:
         config = cxx_config(
             "ReductionConfig",
             vector_bytes=self.vector * self.dtype.itemsize,
+            factor_bytes=self.factor * self.dtype.itemsize,
             columns=self.columns,
             products=self.rhs_strides is not None,
         )

@@ -23,8 +23,8 @@ _MAX_OUTER_DIMS = 6
 _MAX_CTAS = 2**31 - 1
 # The granularity of memory accesses.
 _SECTOR_BYTES = 32
-# The share of its tiles that a matrix fills at least.
-_MIN_FILLED = 1 / 4
+# A matrix fills more than this share of its tiles.
+_MIN_FILLED = 1 / 2
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def transpose_candidate(permutation: Permutation) -> TransposeCandidate | NoKern
     found = TransposeCandidate(permutation)
     rows, columns = found.rows_and_columns
     filled = rows * columns / (math.prod(found.tiles) * math.prod(found.tile))
-    if filled < _MIN_FILLED:
+    if filled <= _MIN_FILLED:
         return NoKernel(f"matrices of {rows}x{columns} items fill {filled:.0%} of their tiles")
     if found.ctas > _MAX_CTAS:
         return NoKernel(f"{permutation.size_bytes} bytes take more blocks than a launch has")
