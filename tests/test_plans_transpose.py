@@ -67,7 +67,7 @@ def numbers(launch):
     return struct.unpack_from("17q10I", launch.parameters[-1].data)
 
 
-@given(st.integers(16, 2000), st.integers(64, 5000))
+@given(st.integers(48, 2000), st.integers(128, 5000))
 def test_bands_have_every_tile_once(rows, columns):
     """As the kernel walks down them."""
     candidate = found((rows, columns), (1, 0), 4)

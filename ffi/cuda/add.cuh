@@ -20,38 +20,27 @@ struct AddShape {
 // innermost dimension.
 template <typename T>
 inline uint32 locate(const AddShape& shape, uint32 element, const T*& lhs, const T*& rhs) {
-  constexpr int kInner = kMaxAddDims - 1;
-  uint32 rest = element / shape.sizes[kInner];
-  const uint32 inner = element - rest * shape.sizes[kInner];
-  lhs += inner * shape.lhs_strides[kInner];
-  rhs += inner * shape.rhs_strides[kInner];
+  uint32 rest = element;
 #pragma unroll
-  for (int dim = kInner - 1; dim >= 0 && rest > 0; --dim) {
+  for (int dim = kMaxAddDims - 1; dim >= 0 && rest > 0; --dim) {
     const uint32 index = rest % shape.sizes[dim];
     rest /= shape.sizes[dim];
     lhs += index * shape.lhs_strides[dim];
     rhs += index * shape.rhs_strides[dim];
   }
-  return inner;
+  return element % shape.sizes[kMaxAddDims - 1];
 }
 
 // Loads elements that are adjacent or, with a stride of 0, the same.
 template <int kBytes, typename T>
 inline Bits<kBytes> load_elements(const T* from, int64 stride) {
   if (stride == 1 && reinterpret_cast<uint64>(from) % kBytes == 0) return load_reused<kBytes>(from);
-  constexpr int kSize = static_cast<int>(sizeof(T));
-  Bits<kBytes> all = {};
+  Bits<kBytes> bits;
 #pragma unroll
-  for (int i = 0; i < kBytes / kSize; ++i) {
-    const Bits<kSize> one = load_reused<kSize>(from + i * stride);
-    if constexpr (kSize == 8) {
-      all.words[2 * i] = one.words[0];
-      all.words[2 * i + 1] = one.words[1];
-    } else {
-      all.words[i * kSize / 4] |= one.words[0] << (8 * (i * kSize % 4));
-    }
+  for (uint32 i = 0; i < kBytes / sizeof(T); ++i) {
+    reinterpret_cast<T*>(bits.words)[i] = from[i * stride];
   }
-  return all;
+  return bits;
 }
 
 // A thread adds adjacent elements, and writes kBytes at once.

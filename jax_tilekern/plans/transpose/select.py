@@ -24,7 +24,7 @@ _MAX_CTAS = 2**31 - 1
 # The granularity of memory accesses.
 _SECTOR_BYTES = 32
 # A matrix fills more than this share of its tiles.
-_MIN_FILLED = 1 / 2
+_MIN_FILLED = 1 / 4
 
 
 @dataclass(frozen=True)
