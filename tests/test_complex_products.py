@@ -290,3 +290,14 @@ def test_the_choice_on_a_gpu(gpu, size, dtype, arithmetic, expected):
     verdict = verdict_on_gpu(product, known_gpu(gpu))
     assert expected in verdict.reason
     assert verdict.is_real == expected.startswith("predicted")
+
+
+def test_complex_dot_products_are_xlas_on_a_gpu():
+    contraction = Contraction((0,), (0,), ())
+    product = complex_product(
+        contraction, (4096,), (4096,), np.dtype(np.float32), "f32", k_major=True
+    )
+    with jtk.policy("kernels"):
+        verdict = verdict_on_gpu(product, known_gpu("sm_90"))
+    assert not verdict.is_real
+    assert "dot product" in verdict.reason
