@@ -2,71 +2,157 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from benchmarks import (
-    cross_entropy,
     fit_policy,
     fp8,
-    fp8_accuracy,
-    fused,
     jax_kernel,
     ladder,
     latency,
     linalg,
     machine_code,
     moe,
-    moe_model,
-    muon,
     out_of_core,
-    overlapped,
-    overview,
+    products,
     regret,
     report,
     segments,
     sharded,
     sharded_bytes,
-    strassen,
-    symmetric,
-    tables,
-    tune,
+    training,
 )
-from benchmarks.calls.operations import OPERATIONS
 from benchmarks.errors import BenchmarkError
-from benchmarks.operation_command import OperationCommand
+from benchmarks.measure import measure
+from benchmarks.rows import OPERATIONS, OURS, jitted
+from benchmarks.samples import draw_sample
+from benchmarks.suites import load_suite, suite_names
+from jax_tilekern.cli.console import output_file
+from jax_tilekern.cli.product_call import ProductCall, ProductCallError
 from jax_tilekern.cli.run_command import Command, run_command
+from jax_tilekern.cli.tune import add_tuning_arguments, tune_calls
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound
 from jax_tilekern.plans.gpu import NoGpu
 
+
+class _Operation:
+    """The command that measures an operation's kernels against XLA's, side by side."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self.HELP = f"time {OPERATIONS[operation].about}"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's arguments."""
+        options: dict[str, dict[str, Any]] = {
+            "suite": {"metavar": "NAME", "help": "which rows (default: by JAX's backend)"},
+            "rows": {"metavar": "PATTERN", "help": "only rows whose name, or group, matches"},
+            "seconds": {"type": float, "default": 2.0, "help": "timing of a row (%(default)s)"},
+            "json": {"type": output_file, "metavar": "FILE",
+                     "help": "the record; rows of earlier runs that this one lacks stay"},
+            "resume": {"action": "store_true", "help": "only rows that it lacks or that failed"},
+            "list": {"action": "store_true", "help": "list suites and rows, and stop"},
+            "sample": {"type": int, "metavar": "N", "help": "N calls drawn at random, no suite"},
+            "seed": {"type": int, "default": 0,
+                     "help": "of the sample: even ones are for fitting, odd ones for reporting"},
+            "minutes": {"type": float, "help": "begin no row after this time"},
+            "part": {"type": _part, "default": (0, 1), "metavar": "I/N",
+                     "help": "only every N-th row, from row I (counted from 0)"},
+            "policy": {"choices": ("auto", "kernels"), "default": "auto",
+                       "help": "of the library (default: %(default)s)"},
+        }  # fmt: skip
+        for name, settings in options.items():
+            parser.add_argument(f"--{name}", **settings)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the command and return its exit status: 1 if a row failed."""
+        if arguments.list:
+            for name in [arguments.suite] if arguments.suite else suite_names(self.operation):
+                rows = load_suite(self.operation, name).rows
+                print(name, *(f"  {row.group}: {row.name}" for row in rows), sep="\n")
+            return 0
+        backend = jax.default_backend()
+        if arguments.sample is not None:
+            suite = draw_sample(self.operation, backend, arguments.sample, arguments.seed)
+        else:
+            suite = load_suite(self.operation, arguments.suite or backend)
+        record, whole = measure(suite, arguments)
+        print(f"\n{report.markdown(record)}")
+        return 0 if whole else 1
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N")
+    return int(number), int(count)
+
+
+class _Tune:
+    """The command that tunes the products of a suite."""
+
+    HELP = "tune the products of a suite"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's arguments."""
+        parser.add_argument("--suite", metavar="NAME", default="matmul-h100", help="which rows")
+        parser.add_argument("--rows", metavar="PATTERN", help="rows whose name, or group, matches")
+        add_tuning_arguments(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the command and return its exit status: 1 if a product failed."""
+        suite = load_suite("matmul", arguments.suite)
+        rows = (suite.matching(arguments.rows) if arguments.rows else suite).rows
+        try:
+            calls = [ProductCall(row.name, jitted(row, OURS), row.structs) for row in rows]
+            return tune_calls(calls, arguments)
+        except ProductCallError as error:
+            raise BenchmarkError(str(error)) from error
+
+
+class _Tables:
+    """The command that writes tables and figures; it takes pandas and matplotlib."""
+
+    HELP = "write the tables and figures of README.md and of docs from the records"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's arguments: none."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the command and return its exit status."""
+        # What measures needs neither.
+        from benchmarks import tables
+
+        tables.write()
+        return 0
+
+
 _COMMANDS: dict[str, Command] = {
-    **{name: OperationCommand(name) for name in OPERATIONS},
-    "fused": fused.COMMAND,
+    **{name: _Operation(name) for name in OPERATIONS},
+    **products.COMMANDS,
     "fp8": fp8.COMMAND,
-    "fp8_accuracy": fp8_accuracy,
-    "linalg": linalg,
-    "strassen": strassen.COMMAND,
-    "symmetric": symmetric.COMMAND,
-    "cross_entropy": cross_entropy.COMMAND,
+    "fp8_accuracy": training,
+    "linalg": linalg.COMMAND,
     "segments": segments.COMMAND,
-    "moe": moe.COMMAND,
+    **moe.COMMANDS,
     "jax_kernel": jax_kernel.COMMAND,
-    "moe_model": moe_model,
-    "muon": muon.COMMAND,
     "out_of_core": out_of_core,
-    "sharded": sharded,
-    "overlapped": overlapped,
+    **sharded.COMMANDS,
     "sharded_bytes": sharded_bytes,
     "latency": latency,
     "ladder": ladder,
-    "tune": tune,
+    "tune": _Tune(),
     "regret": regret,
     "fit_policy": fit_policy,
     "report": report,
-    "overview": overview,
-    "tables": tables,
+    "tables": _Tables(),
     "machine_code": machine_code,
 }
 

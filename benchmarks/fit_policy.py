@@ -10,24 +10,32 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.measured_calls import MeasuredCall, measured_calls, read_times, write_times
-from benchmarks.records.record import command_text
+from benchmarks.record import command_text, read, write
+from benchmarks.rows import OURS, Row, jitted
 from jax_tilekern.cli.console import output_file, write_json
+from jax_tilekern.interop.gpu_target import gpu_target
+from jax_tilekern.ops import planned_kernel
 from jax_tilekern.plans.cpu import Cpu
-from jax_tilekern.plans.gpu import KNOWN_GPUS
-from jax_tilekern.plans.policy.choice import base_microseconds
+from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu
+from jax_tilekern.plans.policy import PolicyChoice, choice
+from jax_tilekern.plans.policy.choice import Device, base_microseconds
 from jax_tilekern.plans.policy.model import FILES, FORMAT, DeviceModel, Forest, model_of
-from jax_tilekern.plans.policy.workload import candidate_numbers
+from jax_tilekern.plans.policy.workload import Workload, candidate_numbers
+from jax_tilekern.plans.tuned import XLA
 
 HELP = "fit the policy's predictions for a device to measured calls"
 
+# Instead of a candidate's key: the one that the planner ranks first.
+_FIRST = "first"
 _Array = np.ndarray[Any, np.dtype[Any]]
 _FOLDS = 5
 # Boosting's trees, their depth, and the share of its fit that each adds: for many times, for few,
@@ -57,9 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     times = read_times(arguments.records)
     if arguments.times is not None:
-        write_times(arguments.times, times)
-    gpus = (x for x in KNOWN_GPUS if x.name == arguments.device)
-    calls = measured_calls(times, next(gpus, Cpu("")))
+        rows = [{"name": x.name, "microseconds": x.microseconds} for x in times]
+        write(arguments.times, {"rows": rows})
+    device_of = next((x for x in KNOWN_GPUS if x.name == arguments.device), Cpu(""))
+    found = (measured_call(call, device_of) for call in times)
+    calls = [call for call in found if call is not None]
     if not calls:
         raise BenchmarkError("the records have no calls with times")
     device = _rates(arguments.device, calls)
@@ -84,6 +94,129 @@ def run(arguments: argparse.Namespace) -> int:
         }
         write_json(arguments.json, content)
     return 0
+
+
+# Calls, as records have them and as the policy sees them.
+
+
+class CallTimes(NamedTuple):
+    """A call and its times.
+
+    Attributes
+    ----------
+    name
+        That of the row, after the seed of its sample: ``sum 7/12: float32 ab->a a30 b40``. Products
+        lack the operation.
+    row
+        The call.
+    microseconds
+        Of XLA and of candidates, by their keys.
+    """
+
+    name: str
+    row: Row
+    microseconds: Mapping[str, float]
+
+
+def read_times(paths: Sequence[Path]) -> list[CallTimes]:
+    """Return the calls of records, each once.
+
+    Records are those of ``benchmarks OPERATION --sample``, of ``benchmarks regret`` and of
+    ``--times``. A call that several of them have gets the sides of all.
+    """
+    found: dict[str, CallTimes] = {}
+    for path in paths:
+        for call in _times_in(path):
+            before = found[call.name].microseconds if call.name in found else {}
+            found[call.name] = call._replace(microseconds={**before, **call.microseconds})
+    return list(found.values())
+
+
+def _times_in(path: Path) -> Iterator[CallTimes]:
+    record = read(path)
+    for entry in record["rows"]:
+        prefix, _, text = entry["name"].partition(": ")
+        if "sample" not in record:
+            operation = prefix.rpartition(" ")[0] or "matmul"
+            yield CallTimes(entry["name"], Row.of(text, operation), entry["microseconds"])
+            continue
+        sample = record["sample"]
+        operation = record.get("operation", sample.get("operation"))
+        operation = "matmul" if operation == "decode" else operation
+        row = Row.of(text, operation)
+        name = (
+            f"{'' if operation == 'matmul' else f'{operation} '}{sample['seed']}/{prefix}: {text}"
+        )
+        if "microseconds" in entry:
+            yield CallTimes(name, row, entry["microseconds"])
+        elif "seconds" in entry:
+            peer, ours = (1e6 * entry["seconds"][side] for side in ("XLA", "ours"))
+            stated_otherwise = "driver" in record["versions"] and _has_16_bit_vector(row)
+            times = {} if stated_otherwise else {XLA: round(peer, 3)}
+            if not entry["kernel"].startswith("XLA"):
+                times[_FIRST] = round(ours, 3)
+            yield CallTimes(name, row, times)
+
+
+def _has_16_bit_vector(row: Row) -> bool:
+    """Return whether ``jax.numpy`` rounds every product on GPUs; what is left to XLA does not."""
+    is_product = row.operation in ("matmul", "matvec", "vdot")
+    narrow = all(dtype.itemsize == 2 for dtype in row.types)
+    return is_product and narrow and 1 in (row.sizes.get("m", 1), row.sizes.get("n", 1))
+
+
+class MeasuredCall(NamedTuple):
+    """A call and its times in microseconds.
+
+    Attributes
+    ----------
+    workload
+        What is computed.
+    candidates
+        The ways to compute it, best first by their own estimates.
+    device
+        What they are for.
+    xla
+        XLA's time, if it was measured.
+    ours
+        Times of candidates, by their positions.
+    """
+
+    workload: Workload
+    candidates: Sequence[Any]
+    device: Device
+    xla: float | None
+    ours: Mapping[int, float]
+
+
+def measured_call(call: CallTimes, device: Device) -> MeasuredCall | None:
+    """Lower a call for the device; return what its planner asks the policy, if it asks once."""
+    asked: list[tuple[Workload, Sequence[Any]]] = []
+
+    def choose(workload: Workload, candidates: Sequence[Any], *_: Any) -> PolicyChoice[Any]:
+        asked.append((workload, candidates))
+        return PolicyChoice(None, "only the question is wanted")
+
+    row, on_gpu = call.row, isinstance(device, Gpu)
+    with ExitStack() as stack:
+        for module in (choice, planned_kernel):
+            stack.enter_context(mock.patch.object(module, "choose", choose))
+        if isinstance(device, Gpu):
+            stack.enter_context(gpu_target(device))
+        stack.enter_context(row.types_enabled())
+        traced = jitted(row, OURS).trace(*row.structs)
+        traced.lower(lowering_platforms=("cuda" if on_gpu else "cpu",))
+    if len(asked) != 1:
+        return None
+    ((workload, candidates),) = asked
+    times = dict(call.microseconds)
+    xla = times.pop(XLA, None)
+    positions = {getattr(x, "key", _FIRST): i for i, x in enumerate(candidates)} | {_FIRST: 0}
+    ours = {positions[key]: time for key, time in times.items() if key in positions}
+    return MeasuredCall(workload, candidates, device, xla, ours)
+
+
+# The fit.
 
 
 def _rates(name: str, calls: Sequence[MeasuredCall]) -> DeviceModel:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.records.record import program_record
+from benchmarks import record as records
 from jax_tilekern import out_of_core
-from jax_tilekern.cli.console import output_file, write_json
+from jax_tilekern.cli.console import output_file
 from jax_tilekern.tuning.wall_time import wall_seconds
 
 HELP = "time a product of operands larger than the memory that it may use"
@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     out, plan = np.zeros_like(a), out_of_core.plan(a, a, memory_limit=limit)
     row = {
+        "name": f"{size} {arguments.type}",
         "plan": str(plan),
         "seconds": [
             wall_seconds(lambda: out_of_core.matmul(a, a, out=out, memory_limit=limit))
@@ -51,5 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     row["error"] = float(np.abs(wrong).max())
     print(*(f"{name}: {value}" for name, value in row.items()), sep="\n")
     if arguments.json:
-        write_json(arguments.json, program_record(arguments.command_line) | {"rows": [row]})
+        record = records.new_record(arguments.command_line)
+        records.write(arguments.json, record | {"rows": [row]})
     return 0

@@ -1,4 +1,4 @@
-"""Programs of this package against the same programs of ``jnp``, such as those of ``fused``.
+"""Programs of this package against the same programs of ``jnp``.
 
 A :class:`Program` declares the arguments and the sides. :class:`ProgramCommand` times the sides,
 prints a line and writes a row for each program.
@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import fnmatch
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,16 +20,44 @@ import jax
 import numpy as np
 
 import jax_tilekern as jtk
-from benchmarks.calls.other_peers import free_bytes
-from benchmarks.measurement.side_times import times_of_sides
-from benchmarks.records.record import Record, program_record
-from jax_tilekern.cli.console import duration, output_file, size, write_json
+from benchmarks import record as records
+from benchmarks.measure import failure_of, free_bytes, temporary_bytes
+from benchmarks.record import Record
+from benchmarks.report import row_line
+from benchmarks.timing import times_of_sides
+from jax_tilekern.cli.console import output_file, size
 
+# An error that no margin is about.
+_ROUNDING = 1e-6
 # A context of sides.
 KERNELS = functools.partial(jtk.policy, "kernels")
 
 Arrays = Sequence[Any]
 Sides = Mapping[str, Callable[..., Any]]
+Errors = dict[str, float]
+
+
+def on_gpu() -> bool:
+    """Return whether sizes are those for a GPU."""
+    return jax.default_backend() != "cpu"
+
+
+def random_arrays(*structs: Any, seed: int = 0) -> list[Any]:
+    """Return normal numbers of shapes and types, given as such or as tuples of both."""
+    keys = jax.random.split(jax.random.key(seed), len(structs))
+    pairs = ((x.shape, x.dtype) if hasattr(x, "shape") else x for x in structs)
+    return [jax.random.normal(key, *pair) for key, pair in zip(keys, pairs, strict=True)]
+
+
+def differences(_: Arrays, results: Mapping[str, Any], peer: str = "XLA") -> Errors:
+    """Return the largest difference from a peer's first result, relative to its largest element.
+
+    Without that peer it is the first other side.
+    """
+    first = {side: np.asarray(jax.tree.leaves(x)[0], np.float64) for side, x in results.items()}
+    right = first.get(peer, next(x for side, x in first.items() if side != "ours"))
+    largest = max(float(np.abs(right).max()), 1e-30)
+    return {side: float(np.abs(x - right).max()) / largest for side, x in first.items()}
 
 
 @dataclass(frozen=True)
@@ -37,13 +66,12 @@ class Program:
 
     Attributes
     ----------
-    name
-        Of the row.
+    name, group
+        Of the row, and the line of tables that it is part of, if any.
     arguments
         Makes the arguments of every side.
     sides
-        Functions of the arguments, by name. ``XLA`` is the program of ``jnp``, and ``ours`` is
-        compared with it.
+        Functions of the arguments, by name. ``XLA`` is the program of ``jnp``.
     errors
         The error of some of the sides, of the arguments and of each side's result.
     wide
@@ -55,16 +83,20 @@ class Program:
     profiled
         Whether a GPU's times are the profiler's, which slows programs of thousands of launches and
         is that of one GPU.
+    margin
+        How many times the peer's error ours may have; a result beyond it has no time.
     """
 
     name: str
     arguments: Callable[[], Arrays]
     sides: Sides
-    errors: Callable[[Arrays, Mapping[str, Any]], dict[str, float]]
+    errors: Callable[[Arrays, Mapping[str, Any]], Errors] = differences
+    group: str = ""
     wide: bool = False
     peer: str = "XLA"
     contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] = field(default_factory=dict)
     profiled: bool = True
+    margin: float = math.inf
 
 
 def measured(program: Program, seconds: float) -> Record:
@@ -78,12 +110,18 @@ def measured(program: Program, seconds: float) -> Record:
         compiled: dict[str, Any] = {}
         failures: dict[str, str] = {}
         results: dict[str, Any] = {}
+        kernels: dict[str, list[str]] = {}
         for name, side in program.sides.items():
             try:
                 with program.contexts.get(name, nullcontext)():
                     # Sides of one function differ in their contexts.
                     traced = jax.jit(lambda *args, side=side: side(*args))
                     program_of_side = traced.lower(*arguments).compile()
+                    if name == "ours" or name in program.contexts:
+                        kernels[name] = [
+                            f"{choice.kernel or '-'} {choice.reason}".strip()
+                            for choice in jtk.explain(side, *arguments)
+                        ]
                 check_memory(program_of_side)
                 results[name] = jax.block_until_ready(program_of_side(*arguments))
             except Exception as error:
@@ -96,43 +134,34 @@ def measured(program: Program, seconds: float) -> Record:
         peer = next((name for name in peers if name != "ours"), None)
         errors = program.errors(arguments, results) if peer else {}
         del results
+        of_ours = kernels.pop("ours")
+        row = {
+            "name": program.name,
+            **({"group": program.group} if program.group else {}),
+            "error": errors,
+            "kernels": of_ours,
+        }
+        if peer and errors.get("ours", 0) > program.margin * errors.get(peer, 0) + _ROUNDING:
+            return row | {"failure": f"error {errors['ours']:.1e}, {peer}'s {errors[peer]:.1e}"}
         runs = {name: functools.partial(side, *arguments) for name, side in compiled.items()}
-        times, method = times_of_sides(runs, seconds, program.profiled)
-        choices = jtk.explain(program.sides["ours"], *arguments)
-        kernels = {}
-        for name in [name for name in program.contexts if name in compiled]:
-            with program.contexts[name]():
-                kernels[name] = _texts(jtk.explain(program.sides[name], *arguments))
-    medians = {name: float(np.median(found)) for name, found in times.device.items()}
-    return {
-        "name": program.name,
-        "seconds": medians,
-        "method": method,
-        "peer": peer,
-        "ratio": medians[peer] / medians["ours"] if peer else None,
-        "error": errors,
-        "temporaries": {
-            name: side.memory_analysis().temp_size_in_bytes for name, side in compiled.items()
-        },
-        **({"failures": failures} if failures else {}),
-        "kernels": _texts(choices),
-        **({"kernels_of_sides": kernels} if kernels else {}),
+        times = times_of_sides(runs, seconds, program.profiled).fields()
+    more = {
+        "failures": failures,
+        "kernels_of_sides": {side: x for side, x in kernels.items() if x != of_ours},
     }
-
-
-def _texts(choices: Iterable[Any]) -> list[str]:
-    return [f"{choice.kernel or '-'} {choice.reason}".strip() for choice in choices]
+    return row | {
+        "seconds": times["seconds"],
+        "ratio": {peer: times["ratio"][peer]} if peer else {},
+        "method": times["method"],
+        "temporaries": {name: temporary_bytes(side) for name, side in compiled.items()},
+        **{key: value for key, value in more.items() if value},
+    }
 
 
 def check_memory(compiled: Any, placed: bool = True) -> None:
     """Raise a :class:`MemoryError` unless a compiled program fits into what the device has left.
 
-    Parameters
-    ----------
-    compiled
-        The program.
-    placed
-        Whether its arguments are on the device.
+    ``placed`` says whether its arguments are on the device.
     """
     needed = bytes_needed(compiled)
     if placed:
@@ -144,22 +173,8 @@ def check_memory(compiled: Any, placed: bool = True) -> None:
 def bytes_needed(compiled: Any) -> int:
     """Return the bytes of a program's arguments, results and temporaries."""
     memory = compiled.memory_analysis()
-    return int(
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
-
-
-def failure_of(error: Exception) -> str:
-    """Return in a line why a side has no time."""
-    if isinstance(error, ModuleNotFoundError):
-        return "not installed"
-    what = str(error).partition("\n")[0]
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in what:
-        return f"out of memory: {what}"
-    return f"{type(error).__name__}: {what}"
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return int(total - memory.alias_size_in_bytes)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -177,33 +192,27 @@ class ProgramCommand:
         Yields the programs that the command line asks for.
     seconds
         The default time to spend on a row.
-    add_arguments
-        Declares arguments of this command alone.
+    arguments
+        Those of this command alone, by name, with the keywords of ``add_argument``.
     """
 
     def __init__(
         self,
         about: str,
         programs: Callable[[argparse.Namespace], Iterable[Program]],
-        seconds: float,
-        add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+        seconds: float = 0.5,
+        **arguments: Mapping[str, Any],
     ) -> None:
         self.HELP = f"time {about}"
-        self._programs, self._seconds, self._add_arguments = programs, seconds, add_arguments
+        self._programs, self._seconds, self._arguments = programs, seconds, arguments
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""
-        self._add_arguments(parser)
-        parser.add_argument(
-            "--rows", nargs="+", metavar="PATTERN", default=["*"], help="rows by their names"
-        )
-        parser.add_argument(
-            "--sides",
-            nargs="+",
-            metavar="PATTERN",
-            default=["*"],
-            help="sides beside ours, likewise",
-        )
+        for name, settings in self._arguments.items():
+            parser.add_argument(f"--{name}", **settings)
+        for name, about in (("rows", "rows by their names"), ("sides", "sides beside ours")):
+            parser.add_argument(f"--{name}", nargs="+", metavar="PATTERN", default=["*"],
+                                help=about)  # fmt: skip
         parser.add_argument("--seconds", type=float, default=self._seconds, help="of each row")
         parser.add_argument(
             "--json", type=output_file, metavar="FILE", help="write the record here"
@@ -211,7 +220,7 @@ class ProgramCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Measure, print and record."""
-        record = program_record(arguments.command_line)
+        record = records.new_record(arguments.command_line)
         for program in self._programs(arguments):
             if not _matches(program.name, arguments.rows):
                 continue
@@ -220,24 +229,12 @@ class ProgramCommand:
                 for name, side in program.sides.items()
                 if name == "ours" or _matches(name, arguments.sides)
             }
-            program = dataclasses.replace(program, sides=sides)
-            row = measured(program, arguments.seconds)
+            row = measured(dataclasses.replace(program, sides=sides), arguments.seconds)
             record["rows"].append(row)
-            against = f": {row['peer']} / ours {row['ratio']:.3f}" if row["peer"] else ""
-            print(f"{program.name}{against}", flush=True)
-            for name, time in row["seconds"].items():
-                wrong = f", error {row['error'][name]:.1e}" if name in row["error"] else ""
-                print(
-                    f"    {name}: {duration(time)}, {size(row['temporaries'][name])} of "
-                    f"temporaries{wrong}",
-                    flush=True,
-                )
-            for name, failure in row.get("failures", {}).items():
-                print(f"    {name}: {failure}", flush=True)
-            for kernel in row["kernels"]:
-                print(f"    {kernel}", flush=True)
-            for name, kernels in row.get("kernels_of_sides", {}).items():
-                print(f"    {name}:", *kernels, sep="\n        ", flush=True)
+            print(row_line(row), flush=True)
+            for title in ("error", "temporaries", "failures", "kernels", "kernels_of_sides"):
+                if found := row.get(title):
+                    print(f"    {title}: {found}", flush=True)
             if arguments.json:
-                write_json(arguments.json, record)
+                records.write(arguments.json, record)
         return 0

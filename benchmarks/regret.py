@@ -1,4 +1,4 @@
-"""Times XLA's kernel and the library's candidates for products drawn at random.
+"""``regret``: XLA's kernel and the library's candidates for products drawn at random.
 
     python -m benchmarks regret OPERATION --sample N --seed S [--json FILE]
 
@@ -13,45 +13,46 @@ import argparse
 import itertools
 import math
 import os
-import re
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
-import ml_dtypes
+import jax
 import numpy as np
 
-from benchmarks.calls.case import Case, rotating, types_enabled
-from benchmarks.calls.row import Row
+from benchmarks import record as records
 from benchmarks.errors import BenchmarkError
-from benchmarks.measurement.side_times import Runs, rows_of_a_profile, times_of_rows
-from benchmarks.records.record import Record, program_record
-from benchmarks.samples.product_candidates import ProductCandidates
-from benchmarks.samples.sample import draw_sample, purpose
-from jax_tilekern.cli.console import make_console, output_file, write_json
-from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Product
+from benchmarks.measure import rotating
+from benchmarks.record import Record
+from benchmarks.rows import OURS, Row, jitted
+from benchmarks.samples import draw_sample
+from benchmarks.timing import Runs, rows_of_a_profile, times_of_rows
+from jax_tilekern.cli.console import output_file
+from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.select import candidates, workload_of
-from jax_tilekern.plans.gpu import Gpu, current_gpu
+from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.policy import choose, policy
-from jax_tilekern.plans.tuned import XLA, product_text
-from jax_tilekern.tuning.random_operands import Operands, beyond_cache
+from jax_tilekern.plans.tuned import XLA
+from jax_tilekern.tuning.product_timing import ArrayProduct, faults, plan_of, tolerance_of
+from jax_tilekern.tuning.random_operands import beyond_cache
+from jax_tilekern.tuning.tuner import products_of
 
 HELP = "time XLA's kernel and the library's candidates for random products"
 
-_OPERATIONS = ("matmul", "decode", "matvec", "vdot")
 _ROWS_A_CHUNK = 16
 # Rows that are printed.
 _WORST = 10
+# XLA's product here only says what is right: its speed is that of the row's own peer.
+_UNTUNED = {"xla_gpu_autotune_level": 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("operation", choices=_OPERATIONS)
+    parser.add_argument("operation", choices=("matmul", "decode", "matvec", "vdot"))
     parser.add_argument("--sample", type=int, metavar="N", default=200, help="products to draw")
     parser.add_argument("--seed", type=int, default=0, help="even: to fit, odd: to report")
     parser.add_argument("--candidates", type=int, metavar="K", default=8, help="how many a product")
@@ -64,168 +65,169 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     end = time.monotonic() + 60 * arguments.minutes
-    console = make_console()
-    record = program_record(arguments.command_line)
-    record["sample"] = {
-        "operation": arguments.operation, "count": arguments.sample, "seed": arguments.seed,
-        "purpose": purpose(arguments.seed),
-    }  # fmt: skip
-    rows = draw_sample(arguments.operation, "gpu", arguments.sample, arguments.seed).rows
-    chunks = (rows[i : i + _ROWS_A_CHUNK] for i in range(0, len(rows), _ROWS_A_CHUNK))
+    sample = draw_sample(arguments.operation, "gpu", arguments.sample, arguments.seed)
+    drawn = {"operation": arguments.operation, "count": arguments.sample}
+    record = records.new_record(arguments.command_line, sample={**drawn, **sample.fields["sample"]})
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        compiled = _compiled(chunks, arguments, pool, end)
+
+        def compiled() -> Iterator[tuple[list[_Timed], list[Future[None]]]]:
+            """Compile chunks in threads, since NVRTC and XLA run without the interpreter's lock."""
+            for start in range(0, len(sample.rows), _ROWS_A_CHUNK):
+                if time.monotonic() > end:
+                    return
+                chunk = sample.rows[start : start + _ROWS_A_CHUNK]
+                rows = [_Timed(row, arguments) for row in chunk]
+                yield rows, [pool.submit(program) for row in rows for program in row.programs()]
+
         # XLA's autotuner needs the GPU for itself, and candidates have none.
-        for chunk in _ahead(compiled, 1 if arguments.without_xla else 0):
-            record["rows"] += _measured(chunk, arguments)
+        ahead = 1 if arguments.without_xla else 0
+        chunks = compiled()
+        queue = deque(itertools.islice(chunks, 1 + ahead))
+        while queue:
+            rows, jobs = queue.popleft()
+            wait(jobs)
+            record["rows"] += _measured(rows, arguments.seconds)
             if arguments.json is not None:
-                write_json(arguments.json, record)
-            console.print(f"{len(record['rows'])}/{len(rows)}")
+                records.write(arguments.json, record)
+            print(f"{len(record['rows'])}/{len(sample.rows)}", flush=True)
+            queue.extend(itertools.islice(chunks, 1))
     if not arguments.without_xla:
-        report(record, current_gpu())
-        if arguments.json is not None:
-            write_json(arguments.json, record)
+        report(record)
     return 0
 
 
-def report(record: Record, gpu: Gpu) -> dict[str, float]:
-    """Print and return what the policy makes of a record's products that XLA's side is timed of.
-
-    The record gets each choice.
-    """
-    gains: list[tuple[float, float, str]] = []
-    for row in record["rows"]:
-        times = row["microseconds"]
-        if XLA not in times:
-            continue
-        taken = row["chosen"] = _chosen(row, gpu)
-        ours, least = times[taken], min(times.values())
-        name = f"{row['name']}: {taken} {ours} us, XLA {times[XLA]}"
-        gains.append((math.log(times[XLA] / ours), math.log(least / ours), name))
-    if not gains:
+def report(record: Record) -> dict[str, float]:
+    """Print and return what the policy makes of a record's products that XLA's side is timed of."""
+    timed = [row for row in record["rows"] if XLA in row["microseconds"]]
+    if not timed:
         raise BenchmarkError("no product has candidates and a time of XLA's")
-    over_xla, over_best, _ = (list(x) for x in zip(*gains, strict=True))
+    times = [row["microseconds"] for row in timed]
+    xla, least = np.log([t[XLA] for t in times]), np.log([min(t.values()) for t in times])
+    ours = np.log([t[row["chosen"]] for t, row in zip(times, timed, strict=True)])
     result = {
-        "products": len(gains),
-        "over_xla": math.exp(statistics.fmean(over_xla)),
-        "over_best": math.exp(statistics.fmean(over_best)),
-        "worst_over_xla": math.exp(min(over_xla)),
-        "below_0.97": statistics.fmean(x < math.log(0.97) for x in over_xla),
+        "products": len(timed),
+        "over_xla": math.exp((xla - ours).mean()),
+        "over_best": math.exp((least - ours).mean()),
+        "worst_over_xla": math.exp((xla - ours).min()),
+        "below_0.97": float(np.mean(xla - ours < math.log(0.97))),
     }
     print({name: round(value, 3) for name, value in result.items()})
-    for gain, _, name in sorted(gains)[:_WORST]:
-        print(f"{math.exp(gain):.2f}  {name}")
+    for i in np.argsort(xla - ours)[:_WORST]:
+        taken = timed[i]["chosen"]
+        ratio = math.exp(xla[i] - ours[i])
+        print(f"{ratio:.2f}  {timed[i]['name']}: {taken} {times[i][taken]} us")
     return result
 
 
-def _product_of_text(text: str) -> Product:
-    """Return the product of a text of :func:`product_text`."""
-    head, _, arrays = text.partition(": ")
-    arithmetic, _, sizes = head.partition(" ")
-    *batch, m, n, k = map(int, sizes.split("x"))
-    found = [re.fullmatch(r"\w+ (\w+)\[([\d,]+)\]", array) for array in arrays.split(", ")]
-    lhs, rhs, out = (np.dtype(getattr(ml_dtypes, x[1], x[1])) for x in found if x)
-    strides = (tuple(map(int, x[2].split(","))) for x in found if x)
-    return Product(MatmulGeometry(tuple(batch), m, n, k, *strides), lhs, rhs, out, arithmetic)
-
-
-def _chosen(row: Record, gpu: Gpu) -> str:
-    """Return which of a product's timed sides the policy takes."""
-    product = _product_of_text(row["product"])
-    found = candidates(product, gpu)
-    timed = (
-        [] if isinstance(found, NoKernel) else [x for x in found if x.key in row["microseconds"]]
-    )
-    taken = choose(workload_of(product, timed), timed, gpu).candidate if timed else None
-    return XLA if taken is None else taken.key
-
-
 class _Timed:
-    """A product, and what computes it."""
+    """A row's product, and what computes it: candidates, compiled, and checked against XLA's."""
 
     def __init__(self, row: Row, arguments: argparse.Namespace) -> None:
-        self.row = row
-        self.case = Case.of(row)
-        self.gpu: Gpu = current_gpu()
-        self.candidates = ProductCandidates.of(self.case, arguments.candidates, self.gpu)
+        self.row, self.gpu = row, current_gpu()
+        self.ours = jitted(row, OURS)
         self.with_xla = not arguments.without_xla
+        self.sides: dict[str, Any] = {}
+        self.failures: dict[str, str] = {}
+        self.by_xla: Any = None
+        with row.types_enabled():
+            products = products_of(self.ours, *row.structs)
+        self.product = products[0] if len(products) == 1 else None
+        found = NoKernel("") if self.product is None else candidates(self.product, self.gpu)
+        self.found = [] if isinstance(found, NoKernel) else _spread(found, arguments.candidates)
 
-    def programs(self) -> Iterator[Any]:
-        """Return what compiles each side."""
-        if self.candidates is None:
-            return
-        if self.with_xla:
-            yield self._compile_xla
-        yield from self.candidates.programs()
-
-    def _compile_xla(self) -> None:
-        with types_enabled(self.row), policy("xla"):
-            self.case.ours.lower(*self.row.structs).compile()  # type: ignore[attr-defined]
+    @property
+    def problem(self) -> ArrayProduct:
+        """The product over arrays of JAX."""
+        assert self.product is not None
+        return ArrayProduct.of(self.product)
 
     @property
     def rotation_bytes(self) -> int:
         """The bytes of all operands that are rotated among."""
         return 2 * max(2 * self.row.bytes, 5 * self.gpu.l2_bytes)
 
+    def programs(self) -> Iterator[Callable[[], None]]:
+        """Return what compiles each side."""
+        if self.found:
+            yield from ([self._compile_xla] if self.with_xla else [])
+            yield self._compile_check
+            yield from (partial(self._compile, candidate) for candidate in self.found)
+
+    def _compile_xla(self) -> None:
+        with self.row.types_enabled(), policy("xla"):
+            self.ours.lower(*self.row.structs).compile()
+
+    def _compile_check(self) -> None:
+        with self.row.types_enabled():
+            problem = self.problem
+            problem.compile_ahead()
+            by_xla = jax.jit(problem.by_xla).lower(*problem.structs)
+            self.by_xla = by_xla.compile(compiler_options=_UNTUNED)
+
+    def _compile(self, candidate: CostedCandidate) -> None:
+        plan = plan_of(candidate, self.gpu)
+        if isinstance(plan, str):
+            self.failures[candidate.key] = plan
+            return
+        with self.row.types_enabled():
+            problem = self.problem
+            lowered = jax.jit(partial(problem.by_plan, plan)).lower(*problem.structs)
+            # A bug in one candidate must not keep the others from being measured.
+            try:
+                self.sides[candidate.key] = lowered.compile()
+            except RuntimeError as error:
+                self.failures[candidate.key] = f"does not compile: {error}"
+
     def runs(self) -> Runs:
         """Return functions that make one call of each side whose result is XLA's."""
-        assert self.candidates is not None
         runs = {}
-        with types_enabled(self.row):
-            operands: Callable[[int], Operands] = self.candidates.problem.operands
-            first = operands(0)
-            self.candidates.check(first)
-            rotation = itertools.cycle(beyond_cache(first, operands, self.gpu.l2_bytes))
-            for key, side in self.candidates.sides.items():
-                runs[key] = rotating(self.row, side, rotation)
+        with self.row.types_enabled():
+            problem = self.problem
+            if self.by_xla is None:
+                self._compile_check()  # It failed in its thread, and raises here.
+            first = problem.operands(0)
+            assert self.product is not None
+            sides = {XLA: self.by_xla, **self.sides}
+            self.failures |= faults(sides, first, tolerance_of(self.product))
+            sets = beyond_cache(first, problem.operands, self.gpu.l2_bytes)
+            for key, side in self.sides.items():
+                if key not in self.failures:
+                    runs[key] = rotating(self.row, side, sets)
             if self.with_xla:
-                operands = self.case.operands
-                sets = beyond_cache(operands(), operands, self.gpu.l2_bytes)
-                runs[XLA] = policy("xla")(rotating(self.row, self.case.ours, itertools.cycle(sets)))
+                make = self.row.random_operands
+                sets = beyond_cache(make(), make, self.gpu.l2_bytes)
+                runs[XLA] = policy("xla")(rotating(self.row, self.ours, sets))
         return runs
 
-    def record(self, seconds: Mapping[str, Sequence[float]]) -> Record:
-        """Return what the record has of the product."""
-        assert self.candidates is not None
-        middle = {key: sorted(times)[len(times) // 2] for key, times in seconds.items()}
+    def record(self, seconds: Mapping[str, float]) -> Record:
+        """Return what the record has of the product, with the side that the policy takes."""
+        timed = [x for x in self.found if x.key in seconds]
+        assert self.product is not None
+        taken = choose(workload_of(self.product, timed), timed, self.gpu).candidate if timed else None
         return {
             "name": self.row.name,
             "group": self.row.group,
-            "product": product_text(self.candidates.product),
-            "microseconds": {key: round(1e6 * value, 3) for key, value in middle.items()},
-            "failures": self.candidates.failures,
+            "microseconds": {key: round(1e6 * value, 3) for key, value in seconds.items()},
+            "chosen": XLA if taken is None else taken.key,
+            **({"failures": self.failures} if self.failures else {}),
         }
 
 
-def _compiled(
-    chunks: Iterable[Sequence[Row]], arguments: argparse.Namespace, pool: Executor, end: float
-) -> Iterator[tuple[list[_Timed], list[Future[None]]]]:
-    """Compile chunks in threads, since NVRTC and XLA run without the interpreter's lock."""
-    for chunk in chunks:
-        if time.monotonic() > end:
-            return
-        rows = [_Timed(row, arguments) for row in chunk]
-        yield rows, [pool.submit(program) for row in rows for program in row.programs()]
+def _spread(found: Sequence[CostedCandidate], count: int) -> list[CostedCandidate]:
+    """Return the best by the cost model, and others spread over the rest of twice its time."""
+    best = list(found[: (count + 1) // 2])
+    rest = [x for x in found[len(best) :] if x.cycles <= 2 * found[0].cycles]
+    wanted = count - len(best)
+    step = max(1, len(rest) // max(1, wanted))
+    return [*best, *rest[::step][:wanted]]
 
 
-def _ahead(
-    compiled: Iterator[tuple[list[_Timed], list[Future[None]]]], count: int
-) -> Iterator[list[_Timed]]:
-    """Yield compiled chunks, while so many further ones are being compiled."""
-    queue = deque(itertools.islice(compiled, 1 + count))
-    while queue:
-        rows, jobs = queue.popleft()
-        wait(jobs)
-        yield rows
-        queue.extend(itertools.islice(compiled, 1))
-
-
-def _measured(rows: Sequence[_Timed], arguments: argparse.Namespace) -> list[Record]:
+def _measured(rows: Sequence[_Timed], seconds: float) -> list[Record]:
     """Return the times of compiled products."""
     result: list[Record] = []
-    stated = [row for row in rows if row.candidates is not None]
+    stated = [row for row in rows if row.found]
     for group in rows_of_a_profile(stated, lambda row: row.rotation_bytes):
-        runs = [row.runs() for row in group]
-        timed = [(row, run) for row, run in zip(group, runs, strict=True) if run]
-        found = times_of_rows([run for _, run in timed], arguments.seconds) if timed else []
-        result += [row.record(x.device) for (row, _), (x, _) in zip(timed, found, strict=True)]
+        timed = [(row, runs) for row in group if (runs := row.runs())]
+        found = times_of_rows([runs for _, runs in timed], seconds) if timed else []
+        result += [row.record(x.medians()) for (row, _), x in zip(timed, found, strict=True)]
     return result

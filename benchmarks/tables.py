@@ -1,454 +1,269 @@
-"""``tables``: write the tables that pages have of the records.
+"""``tables``: write the tables and draw the figures that pages have of the records.
 
-A page has a table between ``<!-- table NAME -->`` and ``<!-- end -->``.
+A table is a query of the records, which are one frame: a line for each ratio of a row. A page has
+it between ``<!-- table NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.ladder.claims import claims
-from benchmarks.ladder.report import LADDERS, ideas, times
-from benchmarks.records.sample_report import SLOWER, Distribution, ratio_to_jax, with_right_peer
-from benchmarks.segments import CALLS as SEGMENT_CALLS
+import numpy as np
+import pandas as pd
+
+from benchmarks import plots
+from benchmarks.ladder import LADDERS, Problem, first_sentence, problems_of, time_cells
+from benchmarks.record import RESULTS, Record, read
+from benchmarks.report import SLOWER, WRONG, table
+from benchmarks.rows import Row
 from jax_tilekern.cli.console import duration, size
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results"
 _DATA = ROOT / "jax_tilekern/plans/policy/data"
 PAGES = tuple(
     ROOT / name
     for name in (
-        "README.md",
-        "docs/fp8.md",
-        "docs/ladder.md",
-        "docs/performance.md",
-        "docs/testing.md",
+        "README.md", "docs/fp8.md", "docs/ladder.md", "docs/performance.md", "docs/testing.md"
     )
-)
+)  # fmt: skip
 _MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# Folders of records, and what users call the machines.
+DEVICES = {
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "h100x2": "2 x NVIDIA H100 80GB HBM3",
+    "h200x2": "2 x NVIDIA H200",
+    "h100x4": "4 x NVIDIA H100 80GB HBM3",
+    "amd-epyc": "AMD EPYC with AVX-512 and bfloat16, two cores",
+    "sapphire-rapids": "Xeon, Sapphire Rapids, two cores",
+    "cascade-lake": "Xeon, Cascade Lake, two cores",
+}
+# Peers as tables call them.
+_PEERS = {
+    "dense": "one dense product", "lax": "`lax.ragged_dot`", "XLA": "`lax.ragged_dot`",
+    "parts": "`ragged_dot`",
+}  # fmt: skip
+_JAX = "0.11.2"
 
-Record = dict[str, Any]
-Ratios = dict[str, list[float]]
 
-HELP = "write the tables of README.md and of pages of docs from the records"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments: none."""
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+def write() -> None:
+    """Write every page, and draw every figure."""
     for page in PAGES:
         page.write_text(with_tables(page.read_text()))
-    return 0
+    for name, figure in figures().items():
+        (ROOT / "docs" / name).write_text(figure)
 
 
 def with_tables(text: str) -> str:
     """Return a page's text with its tables as the records have them."""
 
-    def table(match: re.Match[str]) -> str:
+    def found(match: re.Match[str]) -> str:
         return "\n".join([match[1].strip(), *_TABLES[match[2]](), match[3]])
 
-    return _MARKED.sub(table, text)
-
-
-class Device(NamedTuple):
-    """A folder of records and what users call the machine."""
-
-    folder: str
-    title: str
-
-
-DEVICES = (
-    Device("h100", "NVIDIA H100 80GB HBM3"),
-    Device("h200", "NVIDIA H200"),
-    Device("h100x2", "2 x NVIDIA H100 80GB HBM3"),
-    Device("h200x2", "2 x NVIDIA H200"),
-    Device("h100x4", "4 x NVIDIA H100 80GB HBM3"),
-    Device("amd-epyc", "AMD EPYC with AVX-512 and bfloat16, two cores"),
-    Device("sapphire-rapids", "Xeon, Sapphire Rapids, two cores"),
-    Device("cascade-lake", "Xeon, Cascade Lake, two cores"),
-)
-
-
-def fp8_accuracy() -> tuple[str, list[Record]]:
-    """Return the first device that has a record of ``fp8_accuracy``, and the record's rows."""
-    paths = {device.title: RESULTS / device.folder / "fp8_accuracy.json" for device in DEVICES}
-    title, path = next(item for item in paths.items() if item[1].exists())
-    return title, _read(path)["rows"]
-
-
-def _fp8_errors() -> Iterator[str]:
-    device, found = fp8_accuracy()
-    rows = {(row["product"], row["operands"]): row for row in found if row["kind"] == "error"}
-    heads = (
-        device, "sums", "with quantisation", "sums, spread", "with quantisation, spread",
-    )  # fmt: skip
-    measured = ("of_sums", "with_rounding")
-    return _table(
-        heads,
-        (
-            (
-                product,
-                *(
-                    f"{rows[product, operands][key]:.1e}"
-                    for operands in ("normal", "spread")
-                    for key in measured
-                ),
-            )
-            for product in dict.fromkeys(name for name, _ in rows)
-        ),
-    )
+    return _MARKED.sub(found, text)
 
 
 @functools.cache
-def drawn(folder: str) -> Ratios:
-    """Return JAX's time over ours of calls drawn at random, by operation.
-
-    They are those of the newest sources with which an operation was measured.
-    """
-    newest: dict[str, tuple[str, Record]] = {}
-    records = [_read(path) for path in sorted((RESULTS / folder / "samples").glob("*.json"))]
-    for record in records:
-        operation = record["operation"]
-        newest[operation] = max(
-            newest.get(operation, ("", {})), (record["date"], record["source_digests"]), key=_first
-        )
-    found: Ratios = {}
-    for record in records:
-        operation = record["operation"]
-        if record["source_digests"] == newest[operation][1]:
-            timed = with_right_peer(row for row in record["rows"] if "seconds" in row)
-            found.setdefault(f"`{operation}`", []).extend(
-                ratio_to_jax(row) for row in timed if "seconds" in row["others"].get("lax", row)
-            )
-    for path in sorted((RESULTS / folder / "regret").glob("*.json")):
-        name = f"`matmul`{', 1 to 256 rows' if path.stem.startswith('decode') else ''}"
-        sides = ((row["microseconds"], row["chosen"]) for row in _read(path)["rows"])
-        found.setdefault(name, []).extend(times["xla"] / times[taken] for times, taken in sides)
-    return found
+def record(path: str) -> Record:
+    """Return a record by its path in the folder of results, without the suffix."""
+    return read(RESULTS / f"{path}.jsonl")
 
 
 @functools.cache
-def suites(folder: str) -> Ratios:
-    """Return the other side's time over ours of the recorded suites, by group."""
-    found: Ratios = {}
-    for path in sorted((RESULTS / folder).glob("*.json")):
-        reader = _READERS.get(path.stem.partition("-")[0])
-        if reader is None:
+def ratios() -> pd.DataFrame:
+    """Return all rows of the records: a line for each peer, with the fields of row and record."""
+    lines = []
+    for path in sorted(RESULTS.glob("*/*.jsonl")) + sorted(RESULTS.glob("*/[rs]*/*.jsonl")):
+        if path.stem == "times":
             continue
-        for name, ratio in reader(_read(path)):
-            found.setdefault(name, []).append(ratio)
-    return found
+        name = path.relative_to(RESULTS).with_suffix("").as_posix()
+        found = record(name)
+        device, *folder = name.split("/")[:-1]
+        of_record = {
+            "device": device, "record": path.stem, "drawn": bool(folder),
+            "operation": found.get("operation"), "date": found.get("date"),
+            "digests": str(found.get("source_digests")),
+        }  # fmt: skip
+        for row in found["rows"]:
+            for peer, ratio in _ratios_of(row):
+                label = _label(found, row, path.stem)
+                if label is not None and ("{peer}" in label or peer == next(iter(row["ratio"]))):
+                    label = label.format(peer=_PEERS.get(peer, peer))
+                    wrong = (row.get("error") or {}).get(peer, 0) or 0
+                    lines.append({**of_record, "name": row["name"], "label": label, "peer": peer,
+                                  "ratio": ratio, "wrong": wrong})  # fmt: skip
+    return pd.DataFrame(lines)
 
 
-def _suite(record: Record) -> Iterator[tuple[str, float]]:
-    jax = f" of jax {version}" if (version := record["versions"]["jax"]) != "0.11.2" else ""
-    for row in _timed(record):
-        operation = record.get("operation", "matmul")
-        yield f"`{operation}`: {row.get('group', row['type'])}{jax}", _ratio(row)
+def _ratios_of(row: Record) -> Iterable[tuple[str, float]]:
+    if "chosen" in row:  # The policy's choice among timed candidates.
+        row["ratio"] = {"XLA": row["microseconds"]["xla"] / row["microseconds"][row["chosen"]]}
+    found: Mapping[str, float] = row.get("ratio", {})
+    return found.items()
 
 
-def _grouped(record: Record) -> Iterator[tuple[str, float]]:
-    for row in _timed(record):
-        what = f"`ragged_dot` of {row['sizes']['g']} groups"
-        yield f"{what}, one dense product / ours", _ratio(row)
-        for peer in ("lax", "tokamax"):
-            if "seconds" in row["others"].get(peer, {}):
-                yield f"{what}, {_PEERS[peer]} / ours", _ratio(row["others"][peer])
+def _label(found: Record, row: Record, stem: str) -> str | None:
+    """Return the line of tables that a row is part of, if any."""
+    if "chosen" in row:
+        return f"`matmul`{', 1 to 256 rows' if stem.startswith('decode') else ''}"
+    if "sample" in found:
+        return f"`{found['operation']}`" + (" {peer}" if "lax" in row["ratio"] else "")
+    if "suite" not in found:
+        return row.get("group")
+    if found["operation"] == "ragged_dot":
+        groups = Row.of(row["name"], "ragged_dot").sizes["g"]
+        return f"`ragged_dot` of {groups} groups, {{peer}} / ours"
+    version = found["versions"]["jax"]
+    jax = f" of jax {version}" if version != _JAX else ""
+    return f"`{found['operation']}`: {row['group']}{jax}"
 
 
-_PEERS = {"lax": "`lax.ragged_dot`", "tokamax": "tokamax"}
+@functools.cache
+def drawn() -> pd.DataFrame:
+    """Return the calls drawn at random, of the newest sources that an operation was measured with.
+
+    Grouped GEMMs are compared with JAX's own; calls that a peer gets wrong do not count.
+    """
+    found = ratios()
+    found = found[found.drawn & (found.wrong < WRONG)]
+    found = found[(found.operation != "ragged_dot") | (found.peer == "lax")]
+    found = found.assign(label=found.label.str.replace(r" `lax.*| one dense.*", "", regex=True))
+    by_date = found.sort_values("date").groupby(["device", "operation"], dropna=False)
+    found = found[found.digests == by_date.digests.transform("last").reindex(found.index)]
+    # Samples first, then what is left to XLA of random products.
+    return pd.concat([found[found.operation.notna()], found[found.operation.isna()]])
 
 
-def _matrices(record: Record) -> Iterator[tuple[str, float]]:
-    for row in _timed(record):
-        size = "one large matrix" if row["count"] == 1 else f"{row['count']:,} small matrices"
-        yield f"`{row['operation']}` of {size}, {row['type']}", _ratio(row)
+@functools.cache
+def recorded() -> pd.DataFrame:
+    """Return the rows of the recorded suites and programs."""
+    found = ratios()
+    return found[~found.drawn]
 
 
-def _fused(record: Record) -> Iterator[tuple[str, float]]:
-    for row in record["rows"]:
-        name = row["name"]
-        kind = "`gated_linear`" if name.startswith("gated") else "gradient of an epilogue"
-        if not name.startswith("gated") and not name.endswith("gradient"):
-            kind = "epilogues"
-        yield kind, row["ratio"]
-
-
-def _cross_entropy(record: Record) -> Iterator[tuple[str, float]]:
-    for row in record["rows"]:
-        yield f"`linear_cross_entropy`, {row['name'].rpartition(', ')[2]}", row["ratio"]
-
-
-def _segments(record: Record) -> Iterator[tuple[str, float]]:
-    for row in record["rows"]:
-        name = row["name"]
-        group = next(group for text, group in _SEGMENT_GROUPS.items() if text in name)
-        is_drawn = name not in SEGMENT_CALLS
-        yield "reductions to segments, drawn at random" if is_drawn else group, row["ratio"]
-
-
-# The first whose text is in a row's name.
-_SEGMENT_GROUPS = {
-    "top_k": "`top_k`",
-    "gradient of take": "gradient of `take`",
-    "silu": "`segment_reduce`, messages",
-    "its gradient": "`segment_reduce`, gradient of messages",
-    "scalars": "`segment_sum` of scalars",
-    "sorted": "`segment_sum`, sorted",
-    "max": "`segment_max`",
-    "sum": "`segment_sum`",
-}
-
-
-def _jax_kernel(record: Record) -> Iterator[tuple[str, float]]:
-    for row in record["rows"]:
-        if row["peer"] == "XLA":
-            yield "`kernel` against `vmap`", row["ratio"]
-
-
-def _experts(record: Record) -> Iterator[tuple[str, float]]:
-    for row in record["rows"]:
-        what = row["name"].rpartition(", ")[2]
-        if what != "routing":
-            what = "decode" if "decode" in row["name"] else what
-            yield f"`moe` against its parts, {what}", row["ratio"]
-
-
-def _expert_models(record: Record) -> Iterator[tuple[str, float]]:
-    peers = {"XLA": "`lax.ragged_dot`", "parts": "`ragged_dot`"}
-    ours = {row["sizes"]["layers"]: row for row in record["rows"] if row["name"] == "ours"}
-    for row in record["rows"]:
-        if row["name"] != "ours" and "seconds" in row:
-            peer = peers.get(row["name"], row["name"])
-            ratio = row["seconds"] / ours[row["sizes"]["layers"]]["seconds"]
-            yield f"training step of a mixture of experts, against {peer}", ratio
-
-
-def _symmetric(record: Record) -> Iterator[tuple[str, float]]:
-    for row in record["rows"]:
-        name = row["name"]
-        kind = "with an epilogue" if name.startswith("2 x") else "alone"
-        rows = int(name.split(" ")[-2].split("x")[-2])
-        if not name.startswith("newton"):
-            size = "2048 rows and more" if rows >= _MANY_ROWS else "fewer rows"
-            yield f"symmetric 16-bit products {kind}, {size}", row["ratio"]
-
-
-_MANY_ROWS = 2048
-
-
-def _muon(record: Record) -> Iterator[tuple[str, float]]:
-    for row in record["rows"]:
-        kind, _, which = row["name"].partition(" ")
-        name = f"`muon` {which}".strip() if kind == "step" else "`newton_schulz`"
-        yield name, row["ratio"]
-
-
-def _fp8(record: Record) -> Iterator[tuple[str, float]]:
-    for row in record["rows"]:
-        kind, _, rest = row["name"].partition(" ")
-        if kind == "product":
-            rows = int(rest.split("x")[0])
-            kind = "4096 rows and more" if rows > _FEW_ROWS else f"up to {_FEW_ROWS} rows"
-            yield f"8-bit products with scales, {kind}", row["ratio"]
-        elif kind in ("grouped", "quantize"):
-            yield f"8-bit, {kind}", row["ratio"]
-        elif kind == "layer":
-            yield f"8-bit layers, {rest.rpartition(', ')[2]}", row["ratio"]
-
-
-_FEW_ROWS = 128
-
-
-def _sharded(record: Record) -> Iterator[tuple[str, float]]:
-    for row in record["rows"]:
-        name = row["group"]
-        if name.startswith("ragged_dot"):
-            alone = "without communication" if row["bound"] == 1 else "with an all-reduce"
-            name = f"`ragged_dot` of 64 groups, parallel efficiency {alone}"
-        yield name, row["ratio"]
-
-
-def _overlapped(record: Record) -> Iterator[tuple[str, float]]:
-    for row in record["rows"]:
-        yield f"overlapped with communication: {row['name'].rpartition(', ')[0]}", row["ratio"]
-
-
-_READERS: Mapping[str, Callable[[Record], Iterator[tuple[str, float]]]] = {
-    **dict.fromkeys(("matmul", "transpose", "matvec", "vdot", "sum", "add"), _suite),
-    "ragged_dot": _grouped,
-    "linalg": _matrices,
-    "linalg_decompositions": _matrices,
-    "linalg_large": _matrices,
-    "fused": _fused,
-    "cross_entropy": _cross_entropy,
-    "segments": _segments,
-    "jax_kernel": _jax_kernel,
-    "moe": _experts,
-    "moe_model": _expert_models,
-    "symmetric": _symmetric,
-    "muon": _muon,
-    "fp8": _fp8,
-    "sharded": _sharded,
-    "overlapped": _overlapped,
-}
+def _distribution(found: pd.DataFrame, kind: str) -> Iterator[str]:
+    """Yield a table of the distribution of the ratios of each label."""
+    groups = found.groupby("label", sort=False).ratio
+    lines = groups.agg(
+        calls=lambda x: f"{len(x):,}",
+        mean=lambda x: _number(np.exp(np.log(x).mean())),
+        p10=lambda x: _number(np.percentile(x, 10)),
+        worst=lambda x: _number(x.min()),
+        slower=lambda x: str((x < SLOWER).sum()),
+    )
+    heads = (f"calls {kind}", "calls", "mean", "10th percentile", "worst", f"below {SLOWER}")
+    yield from table(heads, lines.reset_index().to_numpy())
 
 
 def _devices() -> Iterator[str]:
     """Yield a section for each device: its random calls, then its suites."""
-    for folder, title in DEVICES:
+    for folder, title in DEVICES.items():
         yield f"\n## {title}\n"
         yield f"[Every row](../benchmarks/results/{folder})."
-        for kind, ratios in (("drawn at random", drawn(folder)), ("recorded", suites(folder))):
-            if ratios:
+        for kind, found in (("drawn at random", drawn()), ("recorded", recorded())):
+            of_device = found[found.device == folder]
+            if len(of_device):
                 yield ""
-                heads = (f"calls {kind}", "calls", "mean", "10th percentile", "worst")
-                lines = ((name, *_distribution(found)) for name, found in ratios.items())
-                yield from _table((*heads, f"below {SLOWER}"), lines)
+                yield from _distribution(of_device, kind)
 
 
 def _random() -> Iterator[str]:
     """Yield the README's lines of calls drawn at random."""
-    lines = [
-        *(
-            (f"H100: {name}", *_distribution(ratios))
-            for name, ratios in drawn("h100").items()
-            if name.startswith("`matmul`")
+    found = drawn()
+    is_product, on_gpu = found.label.str.startswith("`matmul`"), found.device == "h100"
+    lines = pd.concat([
+        found[on_gpu & is_product].assign(label=lambda x: "H100: " + x.label),
+        found[on_gpu & ~is_product].assign(label="H100: four other operations"),
+        found[found.device == "amd-epyc"].assign(
+            label=f"{DEVICES['amd-epyc']}: seven operations"
         ),
-        ("H100: four other operations", *_distribution(_all("h100", without="`matmul`"))),
-        *(
-            (f"{title}: seven operations", *_distribution(_all(folder)))
-            for folder, title in DEVICES
-            if folder == "amd-epyc"
-        ),
-    ]
-    heads = ("calls drawn at random", "calls", "mean", "10th percentile", "worst")
-    yield from _table((*heads, f"below {SLOWER}"), lines)
+    ])  # fmt: skip
+    return _distribution(lines, "drawn at random")
 
 
-def _all(folder: str, without: str = "") -> list[float]:
-    return [
-        x
-        for name, ratios in drawn(folder).items()
-        if not (without and name.startswith(without))
-        for x in ratios
-    ]
+_LAX, _DENSE = r"of {} groups, `lax", r"of {} groups, one dense"
+# Lines of the README: each part of a line is a pattern of labels.
+SPEED: Mapping[str, Sequence[str]] = {
+    "`ragged_dot` against `lax.ragged_dot`: 128 experts; 8 large ones":
+        (_LAX.format(128), _LAX.format(8)),
+    "float32 `inv`, `solve`, `cholesky`: 100,000 matrices up to 64x64; one of 1000 to 8192":
+        ("`(?:inv|solve|cholesky)` of .* small", "one large matrix, float32"),
+    "`svd`; `eigh`; `qr` of 10,000 to 100,000 matrices up to 32x32":
+        ("`svd(?:vals)?` of .* small", "`eig(?:h|valsh)` of .* small", "`qr` of .* small"),
+    "`moe` against the same by `ragged_dot`: forward; with gradient; decode, 1 to 256 tokens":
+        tuple(f"`moe` .* parts, {x}$" for x in ("forward", "forward and backward", "decode")),
+    "training step of a mixture of experts: `lax.ragged_dot`; tokamax":
+        ("mixture .*lax", "mixture .*tokamax"),
+    "16-bit products with a symmetric result, 2048 rows and more; a step of `muon`":
+        ("^symmetric .* alone, 2048", "^`muon`"),
+    "8-bit products with scales over 16-bit: up to 128 rows; 4096 and more; groups; layers":
+        ("8-bit .* up to", "8-bit .* and more", "8-bit, grouped", "8-bit layers, forward and"),
+    "complex64 products: default precision; `HIGHEST`":
+        ("`matmul`: complex64$", "`matmul`: complex64 HIGHEST"),
+    "`kernel` of functions with loops against `vmap`, wall time": ("`kernel` against",),
+    "float32 products at `HIGHEST`; 16-bit products of odd sizes":
+        ("`matmul`: float32$", "16-bit odd"),
+    "8-bit products: both operands k-major; other orders":
+        ("8-bit K-major", "8-bit other orders"),
+    "large aligned 16-bit products; the same with collectives on 2 H100":
+        ("16-bit large", "^rows|^k sharded|^MLP"),
+    "the same, overlapped with 16 to 64 MiB sent: gathered; scattered; MLP; with gradient":
+        tuple(f"^overlapped .*: {what}$" for what in (
+            "rows gathered", "rows scattered", "MLP, forward", "MLP, forward and backward")),
+    "transposes of odd sizes": ("`transpose`: odd",),
+    "bias, activation, residual in the product's kernel; their gradient; `gated_linear`":
+        ("^epilogues", "gradient of an epilogue", "gated_linear"),
+    "`linear_cross_entropy`: value; gradient": ("entropy`, value", "entropy`, gradient"),
+    "segments: rows; sorted rows; scalars; messages of a graph; gradient of a table; `top_k`":
+        ("`segment_(?:sum|max)`$", "sorted$", "of scalars", "messages", "of `take`", "`top_k`"),
+    "`ragged_dot` against one dense product, an upper bound: 8 experts; 128":
+        (_DENSE.format(8), _DENSE.format(128)),
+    "parallel efficiency of `ragged_dot` on 2 H100: no communication; with an all-reduce":
+        ("without comm", "with an all"),
+}  # fmt: skip
 
 
-class Line(NamedTuple):
-    """A line of the README: groups of suites, each part of the line by a pattern."""
-
-    text: str
-    patterns: tuple[str, ...]
-
-    def ratios(self) -> str:
-        """Return the smallest and the largest ratio of each part, or nothing without records."""
-        parts = []
-        for pattern in self.patterns:
-            found = [
-                ratio
-                for folder in ("h100", "h100x2")
-                for name, ratios in suites(folder).items()
-                if re.search(pattern, name)
-                for ratio in ratios
-            ]
-            if not found:
-                return ""
-            ends = dict.fromkeys(map(_number, (min(found), max(found))))
-            parts.append(" to ".join(ends))
-        return "; ".join(parts)
-
-
-_LAX = r"of {} groups, `lax"
-_DENSE = r"of {} groups, one dense"
-SPEED = (
-    Line("`ragged_dot` against `lax.ragged_dot`: 128 experts; 8 large ones",
-         (_LAX.format(128), _LAX.format(8))),
-    Line("float32 `inv`, `solve`, `cholesky`: 100,000 matrices up to 64x64; one of 1000 to 8192",
-         ("`(inv|solve|cholesky)` of .* small", "one large matrix, float32")),
-    Line("`svd`; `eigh`; `qr` of 10,000 to 100,000 matrices up to 32x32",
-         ("`svd(vals)?` of .* small", "`eig(h|valsh)` of .* small", "`qr` of .* small")),
-    Line("`moe` against the same by `ragged_dot`: forward; with gradient; decode, 1 to 256 tokens",
-         tuple(f"`moe` .* parts, {x}$" for x in ("forward", "forward and backward", "decode"))),
-    Line("training step of a mixture of experts: `lax.ragged_dot`; tokamax",
-         ("mixture .*lax", "mixture .*tokamax")),
-    Line("16-bit products with a symmetric result, 2048 rows and more; a step of `muon`",
-         ("^symmetric .* alone, 2048", "^`muon`")),
-    Line("8-bit products with scales over 16-bit: up to 128 rows; 4096 and more; groups; layers",
-         ("8-bit .* up to", "8-bit .* and more", "8-bit, grouped", "8-bit layers, forward and")),
-    Line("complex64 products: default precision; `HIGHEST`",
-         ("`matmul`: complex64$", "`matmul`: complex64 HIGHEST")),
-    Line("`kernel` of functions with loops against `vmap`, wall time", ("`kernel` against",)),
-    Line("float32 products at `HIGHEST`; 16-bit products of odd sizes",
-         ("`matmul`: float32$", "16-bit odd")),
-    Line("8-bit products: both operands k-major; other orders",
-         ("8-bit K-major", "8-bit other orders")),
-    Line("large aligned 16-bit products; the same with collectives on 2 H100",
-         ("16-bit large", "^rows|^k sharded|^MLP")),
-    Line("the same, overlapped with 16 to 64 MiB sent: gathered; scattered; MLP; with gradient",
-         tuple(f"^overlapped .*: {what}$"
-               for what in ("rows gathered", "rows scattered", "MLP, forward",
-                            "MLP, forward and backward"))),
-    Line("transposes of odd sizes", ("`transpose`: odd",)),
-    Line("bias, activation, residual in the product's kernel; their gradient; `gated_linear`",
-         ("^epilogues", "gradient of an epilogue", "gated_linear")),
-    Line("`linear_cross_entropy`: value; gradient",
-         ("entropy`, value", "entropy`, gradient")),
-    Line("segments: rows; sorted rows; scalars; messages of a graph; gradient of a table; `top_k`",
-         ("`segment_(sum|max)`$", "sorted$", "of scalars", "messages", "of `take`", "`top_k`")),
-    Line("`ragged_dot` against one dense product, an upper bound: 8 experts; 128",
-         (_DENSE.format(8), _DENSE.format(128))),
-    Line("parallel efficiency of `ragged_dot` on 2 H100: no communication; with an all-reduce",
-         ("without comm", "with an all")),
-)  # fmt: skip
+def speed_of(pattern: str) -> str:
+    """Return the smallest and the largest ratio of labels that match a pattern."""
+    found = recorded()
+    found = found[found.device.isin(("h100", "h100x2")) & found.label.str.contains(pattern)]
+    return " to ".join(dict.fromkeys(map(_number, (found.ratio.min(), found.ratio.max()))))
 
 
 def _speed() -> Iterator[str]:
-    """Yield the README's lines of recorded suites."""
-    lines = ((line.text, line.ratios()) for line in SPEED)
-    yield from _table(("H100", "XLA / ours"), (line for line in lines if line[1]))
+    lines = ((text, "; ".join(map(speed_of, patterns))) for text, patterns in SPEED.items())
+    return table(("H100", "XLA / ours"), lines)
 
 
 def _mixture() -> Iterator[str]:
     """Yield the README's lines of the training step of a mixture of experts."""
-    rows = _read(RESULTS / "h100/moe_model.json")["rows"]
-    most = max(row["sizes"]["layers"] for row in rows)
-    names = {"ours": "`moe`", "parts": "`ragged_dot`, by parts", "XLA": "`lax.ragged_dot`"}
-    lines = []
-    for row in rows:
-        if row["sizes"]["layers"] == most:
-            speed = f"{row['tokens_per_second']:,.0f}" if "seconds" in row else "-"
-            memory = size(row["bytes"]) if "seconds" in row else row["failure"]
-            lines.append((names.get(row["name"], row["name"]), speed, memory))
-    yield from _table(("experts", "tokens a second", "memory"), lines)
-
-
-_SIDES = ("ours", "XLA")
+    row = max(record("h100/moe_model")["rows"], key=lambda row: row["sizes"]["layers"])
+    tokens = row["sizes"]["batch"] * row["sizes"]["sequence"]
+    names = {"ours": "`moe`", "XLA": "`lax.ragged_dot`", "parts": "`ragged_dot`, by parts"}
+    lines = [
+        (names.get(side, side), f"{tokens / row['seconds'][side]:,.0f}", size(row["bytes"][side]))
+        if side in row["seconds"]
+        else (names.get(side, side), "-", row["failures"][side])
+        for side in ("ours", "XLA", "parts", "tokamax")
+    ]
+    return table(("experts", "tokens a second", "memory"), lines)
 
 
 def _segment_calls() -> Iterator[str]:
-    """Yield a section of each recorded call of segments, where they are recorded."""
-    path = RESULTS / "h100/segments.json"
-    if not path.exists():
-        return
-    record = _read(path)
-    yield f"\n## Segments\n\nThe times of each recorded call on an {record['device']}.\n"
+    """Yield a section of each recorded call of segments."""
+    found = record("h100/segments")
+    yield f"\n## Segments\n\nThe times of each recorded call on an {found['device']}.\n"
     lines = (
-        (row["name"], *(duration(row["seconds"][x]) for x in _SIDES), _number(row["ratio"]))
-        for row in record["rows"]
-        if row["name"] in SEGMENT_CALLS
-    )
-    yield from _table(("call", *_SIDES, "XLA / ours"), lines)
+        (row["name"], *(duration(row["seconds"][x]) for x in ("ours", "XLA")),
+         _number(row["ratio"]["XLA"]))
+        for row in found["rows"] if not row["group"].endswith("drawn at random")
+    )  # fmt: skip
+    yield from table(("call", "ours", "XLA", "XLA / ours"), lines)
 
 
 _RUNS = {
@@ -462,32 +277,145 @@ _RUNS = {
 def _tests() -> Iterator[str]:
     """Yield the recorded runs of the tests."""
     lines = []
-    for folder, title in DEVICES:
+    for folder, title in DEVICES.items():
         for path in sorted((RESULTS / folder).glob("tests*.json")):
-            record = _read(path)
-            counts = (f"{record['outcome'][key]:,}" for key in ("passed", "failed", "skipped"))
-            what = "several GPUs" if folder == "h100x2" and path.stem == "tests" else None
-            link = f"[{what or _RUNS[path.stem]}](../benchmarks/results/{folder}/{path.name})"
-            lines.append((title, link, record["date"][:10], *counts))
-    yield from _table(("device", "tests", "day", "passed", "failed", "skipped"), lines, text=3)
+            found = json.loads(path.read_text())
+            what = "several GPUs" if folder == "h100x2" else _RUNS[path.stem]
+            counts = (f"{found['outcome'][key]:,}" for key in ("passed", "failed", "skipped"))
+            link = f"[{what}](../benchmarks/results/{folder}/{path.name})"
+            lines.append((title, link, found["date"][:10], *counts))
+    return table(("device", "tests", "day", "passed", "failed", "skipped"), lines, text=3)
 
 
 def _policy() -> Iterator[str]:
     """Yield what the policy's choices reach on calls that its models were fitted without."""
     lines = []
     for path in sorted(_DATA.glob("*.json")):
-        content = _read(path)
+        content = json.loads(path.read_text())
         for operation, model in content["models"].items():
             unseen = model["unseen"]
             shares = (f"{unseen[name]:.0%}" for name in ("taken", "below_0.97"))
-            ratios = (f"{unseen[name]:.2f}" for name in ("over_xla", "over_best", "worst"))
-            lines.append((content["device"], operation, f"{unseen['pairs']:,}", *ratios, *shares))
+            found = (f"{unseen[name]:.2f}" for name in ("over_xla", "over_best", "worst"))
+            lines.append((content["device"], operation, f"{unseen['pairs']:,}", *found, *shares))
     heads = ("device", "operation", "calls", "over XLA", "over the best", "worst")
-    yield from _table((*heads, "kernels taken", f"below {SLOWER}"), lines, text=2)
+    return table((*heads, "kernels taken", f"below {SLOWER}"), lines, text=2)
+
+
+def fp8_accuracy() -> pd.DataFrame:
+    """Return the rows of ``fp8_accuracy``."""
+    return pd.DataFrame(record("amd-epyc/fp8_accuracy")["rows"])
+
+
+def _fp8_errors() -> Iterator[str]:
+    found = fp8_accuracy()
+    measured = ["of_sums", "with_rounding"]
+    lines = found[found.kind == "error"].pivot_table(
+        index="product", columns="operands", values=measured, sort=False
+    )
+    ordered = lines[[(key, operands) for operands in ("normal", "spread") for key in measured]]
+    heads = (
+        DEVICES["amd-epyc"], "sums", "with quantisation", "sums, spread",
+        "with quantisation, spread",
+    )  # fmt: skip
+    return table(heads, ((name, *(f"{x:.1e}" for x in xs)) for name, *xs in ordered.itertuples()))
+
+
+# The ladder.
+
+
+def _ideas(ladder: str) -> Iterator[str]:
+    """Yield a line for each file of a ladder: its number and the idea that it adds."""
+    files = {rung.source for problem in problems_of(ladder) for rung in problem.rungs}
+    lines = (
+        (f"[{file.rpartition('/')[2].partition('_')[0]}](../examples/ladder/{file})",
+         first_sentence(file))
+        for file in sorted(filter(None, files))
+    )  # fmt: skip
+    return table(("file", "idea"), lines, text=2)
+
+
+def _times(ladder: str) -> Iterator[str]:
+    """Yield a table of each problem's rungs; of several sizes, the largest."""
+    found = record(f"h100/ladder/{ladder}")
+    largest: dict[str, Problem] = {}
+    for problem in problems_of(ladder):
+        kind = re.sub(r"\b\d+(x\d+)*\b", "", problem.title)
+        largest[kind] = max(largest.get(kind, problem), problem, key=lambda x: x.bytes)
+    for i, problem in enumerate(largest.values()):
+        rows = [row for row in found["rows"] if row["problem"] == problem.title]
+        timed = [row for row in rows if "seconds" in row]
+        lines = ((row["name"], *time_cells(found, problem, rows, row)) for row in timed)
+        yield from [""] * bool(i)
+        yield from table((problem.title, "time", "rate", "of ceiling"), lines)
+
+
+# Times and counters that differ by less are not told apart.
+_NOISE = 0.03
+
+
+def _claims() -> Iterator[str]:
+    """Yield what the ladder's sources claim, and what the recorded counters say of it."""
+    rows = {
+        (row["problem"], row["name"]): row
+        for ladder in LADDERS
+        for row in record(f"h100/ladder/{ladder}")["rows"]
+    }
+    problems = {x.title: x for ladder in LADDERS for x in problems_of(ladder)}
+    lines = (ROOT / "docs/ladder/claims.jsonl").read_text().splitlines()
+    heads = ("source", "claim", "rung", "claimed", "here", "verdict")
+    claims = (json.loads(line) for line in lines)
+    yield from table(heads, (claim_cells(claim, rows, problems) for claim in claims), text=6)
+
+
+def claim_cells(claim: Record, rows: Mapping[Any, Record], problems: Mapping[str, Problem]) -> Any:
+    """Return a claim's line: it has values of counters or, against another rung, their changes.
+
+    A claim that does not hold is refuted, or true of that GPU only, as ``otherwise`` says.
+    """
+    rung, against = claim["rung"], claim.get("against")
+
+    def measured(name: str, counter: str) -> float:
+        row, problem = rows[claim["problem"], name], problems[claim["problem"]]
+        if counter == "seconds":
+            return float(row["seconds"])
+        counters = row["counters"]
+        if counter == "dram_write_bytes / result":
+            return float(counters["dram_write_bytes"] / problem.result_bytes)
+        if counter == "flops / float64 loaded":
+            return float(problem.flops * 8 / (counters["load_sectors"] * 32))
+        return float(counters[counter])
+
+    def text(value: float | str) -> str:
+        if isinstance(value, str):
+            return value
+        # A change that rounds to none has no sign.
+        return f"{round(value, 2) or 0:+.0%}" if against else f"{value:.3g}"
+
+    here = {
+        name: measured(rung, name) / measured(against, name) - 1 if against
+        else measured(rung, name)
+        for name in claim["figures"]
+    }  # fmt: skip
+    right = all(holds(claim["figures"][name], value, bool(against)) for name, value in here.items())
+    return (
+        claim["source"], claim["text"], f"{rung} against {against}" if against else rung,
+        "; ".join(f"`{name}` {text(claimed)}" for name, claimed in claim["figures"].items()),
+        "; ".join(map(text, here.values())),
+        "confirmed" if right else claim["otherwise"],
+    )  # fmt: skip
+
+
+def holds(claimed: float | str, measured: float, change: bool) -> bool:
+    """Return whether a value is near the claimed one, or a change at least half as large."""
+    if isinstance(claimed, str):
+        return measured < -_NOISE if claimed == "less" else measured > _NOISE
+    if claimed and change:
+        return measured / claimed >= 0.5 and abs(measured) >= _NOISE
+    return abs(measured - claimed) <= 0.1 * max(abs(claimed), 1)
 
 
 _TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
-    "claims": claims,
+    "claims": _claims,
     "devices": _devices,
     "fp8": _fp8_errors,
     "policy": _policy,
@@ -496,40 +424,63 @@ _TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     "speed": _speed,
     "mixture": _mixture,
     "tests": _tests,
-    **{f"ideas_{name}": functools.partial(ideas, name) for name in LADDERS},
-    **{f"times_{name}": functools.partial(times, name) for name in LADDERS},
+    **{f"ideas_{name}": functools.partial(_ideas, name) for name in LADDERS},
+    **{f"times_{name}": functools.partial(_times, name) for name in LADDERS},
 }
-
-
-def _table(heads: Sequence[str], lines: Iterable[Sequence[str]], text: int = 1) -> Iterator[str]:
-    marks = ["---"] * text + ["---:"] * (len(heads) - text)
-    for cells in (heads, marks, *lines):
-        yield f"| {' | '.join(cells)} |"
-
-
-def _distribution(ratios: Sequence[float]) -> tuple[str, ...]:
-    found = Distribution.of(ratios)
-    numbers = (found.geometric_mean, found.tenth_percentile, found.worst)
-    return f"{len(ratios):,}", *map(_number, numbers), str(round(found.slower * len(ratios)))
 
 
 def _number(ratio: float) -> str:
     return f"{ratio:.{2 if ratio < 2 else 1 if ratio < 10 else 0}f}"
 
 
-@functools.cache
-def _read(path: Path) -> Record:
-    record: Record = json.loads(path.read_text())
-    return record
+# Figures.
 
 
-def _timed(record: Record) -> Iterator[Record]:
-    return (row for row in record["rows"] if "seconds" in row)
+def figures() -> dict[str, str]:
+    """Return the drawings of ``docs``, by their files."""
+    return {
+        "overview.svg": plots.ratios(
+            "XLA's time / our time, NVIDIA H100, jax 0.11.2 (right of 1: ours is faster)",
+            _overview(),
+        ),
+        "fp8-training.svg": plots.curves(fp8_accuracy().query("kind == 'training'")),
+        "muon-step.svg": plots.bars("Time of a step of Muon, 1.1 billion float32", _muon_steps()),
+    }
 
 
-def _ratio(row: Mapping[str, Any]) -> float:
-    return float(row["seconds"]["ratio"]["median"])
+def _overview() -> dict[str, dict[str, list[float]]]:
+    """Return the ratios of an H100 by section and group."""
+    found = recorded()
+    found = found[found.device == "h100"]
+    products = found[(found.record == "matmul")]
+    grouped = found[(found.record == "ragged_dot") & (found.peer == "lax")]
+    memory = ["transpose", "matvec", "vdot", "sum", "add"]
+    small = found[found.record == "linalg"]
+
+    def groups(frame: pd.DataFrame, names: Any) -> dict[str, list[float]]:
+        return {key: x.tolist() for key, x in frame.groupby(names, sort=False).ratio}
+
+    by_count = groups(grouped, grouped.label.str.extract(r"of (\d+) groups")[0].astype(int))
+    return {
+        "matmul": groups(products, products.label.str.replace("`matmul`: ", "")),
+        "bound by memory": {x: found[found.record == x].ratio.tolist() for x in memory},
+        "ragged_dot, against lax.ragged_dot (cuDNN 9.19)": {
+            f"{count} groups": by_count[count] for count in sorted(by_count)
+        },
+        "linalg, 100,000 float32 matrices of 2x2 to 64x64": groups(
+            small, small.label.str.extract("`(.*)`")[0]
+        ),
+    }
 
 
-def _first(pair: tuple[str, Record]) -> str:
-    return pair[0]
+def _muon_steps() -> dict[str, dict[str, float]]:
+    sides = {"XLA": "optax", "standard": 'ns="standard"', "ours": "jtk.muon"}
+
+    def times(folder: str, name: str) -> dict[str, float]:
+        row = next(row for row in record(f"{folder}/muon")["rows"] if row["name"] == name)
+        return {text: row["seconds"][x] for x, text in sides.items() if x in row["seconds"]}
+
+    return {
+        "one H100": times("h100", "step"),
+        "two H200, which share the rows of each matrix": times("h200x2", "step on 2 devices, rows"),
+    }

@@ -164,26 +164,21 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     file = config.getoption("record")
     if file is None:
         return
-    from jax_tilekern.cli import machine
+    from benchmarks.record import environment
 
-    found, errors = machine.facts("versions", "cpu", "driver", "nvidia_smi", "nvrtc")
-    digests, digest_errors = machine.facts("source_digests")
     outcomes = ("passed", "failed", "error", "skipped", "xfailed")
     record = {
         "command": " ".join(["pytest", *config.invocation_params.args]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
+        **environment(),
         "outcome": {
             **{name: len(terminalreporter.stats.get(name, ())) for name in outcomes},
             "deselected": config.stash[_deselected],
         },
         "exit_status": int(exitstatus),
-        **found,
-        **digests,
-        "errors": errors | digest_errors,
     }
-    Path(file).write_text(json.dumps(record, indent=2) + "\n")
+    Path(file).write_text(json.dumps(record, indent=1) + "\n")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,8 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_tilekern as jtk
-from benchmarks.sharded_bytes import SLACK
-from benchmarks.sharded_bytes.collectives import bytes_sent, collectives
+from benchmarks.sharded_bytes import SLACK, bytes_sent, collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 AXES = {"d": 2, "m": 4}

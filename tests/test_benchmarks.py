@@ -1,87 +1,124 @@
-import json
+"""What ``python -m benchmarks`` measures of rows: calls, errors, times, records and reports."""
+
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from jax import lax
 from jax.profiler import ProfileData
+from numerics import on_gpu
 
-from benchmarks import operation_command
-from benchmarks.calls import case
-from benchmarks.calls.case import Case
+from benchmarks import command_line, measure, record, suites, timing
 from benchmarks.command_line import main
-from benchmarks.measurement import side_times, suite_run
-from benchmarks.records import record
-from benchmarks.suites import suite
-from jax_tilekern.cli.timing import Pairs
+from benchmarks.errors import BenchmarkError
+from benchmarks.measure import Case
+from benchmarks.rows import BY_GROUPS, OPERATIONS, OURS, Row, jitted
+from benchmarks.samples import DRAWS, LIMITS, draw_sample
 from jax_tilekern.tuning import device_time
 from jax_tilekern.tuning.device_time import DELAY, CallBlock
 
-# The wheel does not hold what is tested here: see tests/README.md.
-pytestmark = pytest.mark.thorough
-
-
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
-
-TINY = """
-operation = "matmul"
-about = "For tests"
-
-[[groups]]
-name = "small"
-target = 0.0
-mean = 0.001
-rows = [
-  { name = "f32", type = "float32", lhs = "mk", rhs = "kn", m = 8, n = 8, k = 8 },
-  { name = "f64", type = "float64", lhs = "mk", rhs = "kn", m = 8, n = 8, k = 8 },
-]
-
-[[groups]]
-name = "impossible"
-target = 1e9
-rows = [
-  { name = "int8 AtBt", type = "int8", result = "int32", lhs = "km", rhs = "nk", m=5, n=6, k=7 },
-  { name = "batched", type = "bfloat16", lhs = "bmk", rhs = "kbn", b = 3, m = 5, n = 6, k = 7 },
-  { name = "vector", type = "float16", lhs = "mk", rhs = "k", m = 9, k = 4, precision = "highest" },
-]
-"""
+# Rows.
 
 
-def row(**changes):
-    entry = {"name": "x", "type": "float32", "lhs": "mk", "rhs": "kn", "m": 8, "n": 8, "k": 8}
-    entry = {key: value for key, value in (entry | changes).items() if value is not None}
-    return suite._row(entry, "matmul", {"name": "g", "target": 1.0})
+@pytest.mark.parametrize(
+    ("operation", "name"), [(x, name) for x in OPERATIONS for name in suites.suite_names(x)]
+)
+@pytest.mark.thorough
+def test_the_suites_are_well_formed(operation, name):
+    rows = suites.load_suite(operation, name).rows
+    assert len({row.name for row in rows}) == len(rows) >= 8
+    for row in rows:
+        assert Row.of(row.text, operation).call == row.call
+        case = Case(row)
+        with row.types_enabled():
+            structs = row.structs
+            peer = case.operation.peer_operands(structs) if not row.split else structs
+            sides = [(case.ours, structs), *([(case.peer, peer)] if not row.split else [])]
+            for side, operands in sides:
+                results = jax.tree.leaves(jax.eval_shape(side, *operands))
+                assert [x.shape for x in results] == list(map(row.shape, row.results)), row
+                assert {x.dtype for x in results} == {row.result_type}, row
 
 
-# Suites.
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("operation", list(DRAWS))
+def test_drawn_rows_are_quick(operation, device):
+    most_bytes, operations = LIMITS[device]
+    rows = draw_sample(operation, device, 200, 5).rows
+    assert all(row.lhs != row.out for row in rows if row.operation == "transpose")
+    assert len({row.name for row in rows}) == 200
+    assert all(row.bytes <= most_bytes and row.flops <= operations for row in rows)
+    assert all(row.name.partition(": ")[2] == row.text for row in rows)
 
 
-@pytest.mark.parametrize("name", suite.suite_names("matmul"))
-def test_the_package_suites_are_well_formed(name):
-    rows = suite.load_suite(name).rows
-    assert len(rows) > 20
-    for r in rows:
-        shapes = (r.shape(r.lhs), r.shape(r.rhs))
-        lhs, rhs = map(jax.ShapeDtypeStruct, shapes, r.types)
-        with jax.enable_x64(True):
-            result = jax.eval_shape(Case.of(r).peer, lhs, rhs)
-        assert result.shape == r.shape(r.out)
-        assert result.dtype == r.result_type
+def test_what_is_no_call_is_refused():
+    for text in ("float32", "float32 mk,kn->mn m8 n8", "float32 mk,kn->mnz m8 n8 k8"):
+        with pytest.raises(BenchmarkError, match="float32"):
+            Row.of(text, "matmul")
 
 
-# Errors against float64.
+@pytest.mark.parametrize(
+    ("operation", "dimensions"),
+    [
+        ("transpose", "abmn->nbam"), ("sum", "amb->ab"), ("vdot", "k,k->"),
+        ("vdot", "abk,kba->ba"), ("matvec", "mk,k->m"), ("matvec", "km,k->m"),
+        ("matvec", "k,kn->n"), ("matvec", "kmb,k->mb"), ("matvec", "bk,bkn->bn"),
+        ("add", "n,mn->mn"), ("add", "m,n->mn"), ("add", "mn->mn"), ("matmul", "bmk,kbn->bmn"),
+    ],
+)  # fmt: skip
+@pytest.mark.thorough
+def test_rows_call_what_their_dimensions_say(operation, dimensions):
+    sizes = {"a": 2, "b": 3, "k": 4, "m": 5, "n": 6}
+    used = " ".join(f"{x}{sizes[x]}" for x in sizes if x in dimensions)
+    row = Row.of(f"int16 {dimensions} {used}", operation)
+    rng = np.random.default_rng(0)
+    operands = [rng.integers(-9, 9, row.shape(x), np.int16) for x in row.operands]
+    if operation == "add":
+        ones = np.ones(row.shape(row.out), np.int16)
+        expected = sum(
+            np.einsum(f"{x},{row.out}->{row.out}", y, ones)
+            for x, y in zip(row.operands, operands, strict=True)
+        )
+    else:
+        expected = np.einsum(f"{','.join(row.operands)}->{row.out}", *operands)
+    for side in (Case(row).ours, Case(row).peer):
+        np.testing.assert_array_equal(side(*operands), expected)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dimensions", ["mk,gkn->mn", "mn,gkn->mk", "mk,mn->gkn"])
+@pytest.mark.thorough
+def test_all_sides_compute_the_product_of_each_group(dimensions):
+    # TF32 on a GPU; a sum of n products of normal numbers has the size of the root of n.
+    bound = (1e-2 if on_gpu() else 1e-5) * np.sqrt(300)
+    for split in ("balanced", "multinomial", "zipf", "one-hot"):
+        row = Row.of(f"float32 {dimensions} g5 m300 k24 n40 {split}", "ragged_dot")
+        operands = row.random_operands()
+        lhs, rhs, sizes = (np.asarray(x, np.float64) for x in operands)
+        ends = np.cumsum(sizes.astype(int))
+        parts = [slice(int(end - size), end) for end, size in zip(ends, sizes, strict=True)]
+        if row.out == "gkn":
+            exact = np.stack([lhs[part].T @ rhs[part] for part in parts])
+        else:
+            rhs = rhs.mT if row.out == "mk" else rhs
+            exact = np.concatenate([lhs[part] @ rhs[g] for g, part in enumerate(parts)])
+        for side in (OURS, lax, BY_GROUPS):
+            found = jitted(row, side)(*operands)
+            np.testing.assert_allclose(found, exact, rtol=0, atol=bound, err_msg=split)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8 to int32"])
 @pytest.mark.one_in(3)
 def test_one_wrong_element_outside_of_the_sample_is_found(kind):
-    right = Case.of(row(m=200, type=kind, result="int32" if kind == "int8" else None))
-    unseen = sorted(set(range(200)) - set(case.sampled_indices(200)))[0]
-    wrong = Case(right.row, lambda lhs, rhs: right.peer(lhs, rhs).at[unseen, 3].add(3), right.peer)
-    errors = wrong.errors(wrong.operands())
-    assert errors.ours == errors.peer
-    assert "an element" in record._wrong(right.row, errors)
+    row = Row.of(f"{kind} mk,kn->mn m200 n8 k8", "matmul")
+    unseen = sorted(set(range(200)) - set(measure.sampled_indices(200)))[0]
+    operands = row.random_operands()
+    peer = Case(row).peer(*operands)
+    ours, theirs, deviation = measure.errors(row, operands, peer.at[unseen, 3].add(3), peer)
+    assert ours == theirs
+    assert "an element" in measure.fault(row, ours, theirs, deviation)
 
 
 # Profiles. The names are those that XLA's CUPTI collector writes.
@@ -133,16 +170,15 @@ CALLS = {"ours": 2, "peer": 2}
 
 def test_device_time_of_a_call_is_a_span():
     found = device_time.activities_of_blocks(profile(KERNELS[::-1]), CALLS, ORDER)
-    times = side_times.of_blocks(
+    times = timing.of_blocks(
         [CallBlock(*x) for x in zip(ORDER, (1, 2, 3, 4), found, strict=True)], CALLS
     )
     np.testing.assert_allclose(times.device["ours"], (100e-6, 200e-6))
     np.testing.assert_allclose(times.device["peer"], (450e-6, 600e-6))
     assert times.host == {"ours": (0.5, 2), "peer": (1, 1.5)}
-    assert side_times.pairs(times.device, "peer") == Pairs(
-        times.device["ours"], times.device["peer"]
-    )
-    assert times.kernels == {"ours": ["a_kernel"], "peer": ["a_kernel"]}
+    fields = times.fields()
+    assert fields["ratio"]["peer"] == pytest.approx((4.5 + 3) / 2)
+    assert fields["seconds"]["ours"] == pytest.approx(150e-6)
 
 
 @pytest.mark.parametrize(
@@ -161,52 +197,91 @@ def test_profiles_that_do_not_add_up_are_refused(activities, message):
 
 # The command.
 
+TINY = [
+    {"name": "small", "mean": 0.001, "target": {"XLA": 0.0},
+     "calls": ["{float32|float64} mk,kn->mn m8 n8 k8"]},
+    {"name": "impossible", "target": {"XLA": 1e9},
+     "calls": ["int8 to int32 km,nk->mn m5 n6 k7", "bfloat16 bmk,kbn->bmn b3 m5 n6 k7",
+               "float16 highest mk,k->m m9 k4"]},
+]  # fmt: skip
 
-@pytest.fixture
-def tiny(monkeypatch):
-    monkeypatch.setattr(operation_command, "load_suite", lambda name: suite.parse_suite(name, TINY))
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Leave out what takes long and says nothing of rows."""
+    monkeypatch.setattr(measure, "_LONGEST_CHAIN", 1)
     bandwidths = {"read_bytes_per_second": 1e10, "copy_bytes_per_second": 2e10}
-    monkeypatch.setattr(suite_run, "bandwidths", lambda: bandwidths)
+    monkeypatch.setattr(measure, "bandwidths", lambda: bandwidths)
 
 
-def bench(*arguments):
-    return main(["matmul", "--suite", "tiny", "--seconds", "0", *map(str, arguments)])
-
-
-def test_a_run_writes_a_record_and_tables(tiny, tmp_path, capsys):
-    file = tmp_path / "b.json"
-    assert bench("--json", file) == 0
+@pytest.mark.thorough
+def test_a_run_writes_a_record_and_a_report(monkeypatch, tmp_path, capsys):
+    tiny = suites.suite_of("tiny", "matmul", TINY)
+    monkeypatch.setattr(command_line, "load_suite", lambda operation, name: tiny)
+    file = tmp_path / "b.jsonl"
+    assert main(["matmul", "--seconds", "0", "--json", str(file)]) == 0
     out = capsys.readouterr().out
-    assert "\x1b" not in out
-    assert "Geometric means" in out
-    assert "By group: small" in out
     assert "3 of 5 rows below their target" in out
+    assert "XLA / ours, 5 calls" in out
+    assert "- small, 2 calls" in out
     assert out.count("(below 1e+09)") == 6  # while it runs, and in the table
 
-    result = json.loads(file.read_text())
-    assert result["schema"] == record.SCHEMA
-    assert result["suite"] == "tiny"
-    assert result["command"].startswith("python -m benchmarks matmul --suite tiny")
-    assert result["errors"] == {}
-    assert {"versions", "cpu", "driver", "nvrtc", "nvidia_smi", "source_digests"} <= set(result)
-    assert [r["name"] for r in result["rows"]] == ["f32", "f64", "int8 AtBt", "batched", "vector"]
-    for r in result["rows"]:
-        assert r["failure"] is None
-        assert r["seconds"]["ours"]["p10"] <= r["seconds"]["ours"]["median"]
-        assert r["pairs"] >= 5
-        assert r["run"] == result["date"]
-        assert r["took_seconds"] >= 0
-    assert result["rows"][1]["error"]["ours"] < 1e-14  # float64 was not made float32
-    assert result["rows"][2]["error"]["ours"] == 0
+    found = record.read(file)
+    assert found["suite"] == "tiny"
+    assert found["command"].startswith("python -m benchmarks matmul")
+    assert {"versions", "cpu", "source_digests", "date", "device"} <= set(found)
+    assert [row["name"] for row in found["rows"]] == [row.text for row in tiny.rows]
+    for row in found["rows"]:
+        assert "failure" not in row
+        assert row["spread"]["XLA"][0] <= row["ratio"]["XLA"] <= row["spread"]["XLA"][1]
+    assert found["rows"][1]["error"]["ours"] < 1e-14  # float64 was not made float32
+    assert found["rows"][2]["error"]["ours"] == 0
 
     assert main(["report", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("| f32 | ")
+    assert lines[2].startswith("| float32 mk,kn->mn m8 n8 k8 | ")
     assert len({line.count("|") for line in lines[:7]}) == 1
-    assert result["device"] in lines[-1]
+    assert found["device"] in lines[-1]
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("*/matmul*.json")), ids=str)
-def test_the_committed_records_are_tables(file, capsys):
-    assert main(["report", str(file)]) == 0
-    assert "Geometric means" in capsys.readouterr().out
+@pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
+@pytest.mark.thorough
+def test_a_sample_is_measured_and_continued(tmp_path, capsys):
+    path = tmp_path / "sample.jsonl"
+    arguments = ["add", "--seed", "2", "--seconds", "0.01", "--json", str(path)]
+    assert main([*arguments, "--sample", "3", "--part", "0/2"]) == 0
+    assert main([*arguments, "--sample", "5", "--resume"]) == 0
+    found = record.read(path)
+    assert found["sample"] == {"seed": 2, "purpose": "fit"}
+    assert [row["name"].partition(":")[0] for row in found["rows"]] == [*"01234"]
+    # The first run's rows stayed.
+    assert [row.get("run") for row in found["rows"]].count(found["runs"][0]["date"]) == 2
+    assert all("failure" not in row and row["seconds"] for row in found["rows"])
+    assert "XLA / ours, 5 calls" in capsys.readouterr().out
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    rows = [{"name": x, "group": "g", "seconds": {"ours": 1.23456789}} for x in "ab"]
+    record.write(tmp_path / "r.jsonl", {"date": "today", "rows": rows})
+    rounded = [{**row, "seconds": {"ours": 1.23457}} for row in rows]
+    assert record.read(tmp_path / "r.jsonl") == {"date": "today", "rows": rounded}
+    with pytest.raises(BenchmarkError, match="not a record"):
+        record.read(Path(__file__))
+
+
+@pytest.mark.parametrize(
+    "file", sorted(x for x in RESULTS.rglob("*.jsonl") if "ladder" not in x.parts), ids=str
+)
+def test_the_committed_records_are_reports(file, capsys):
+    found = record.read(file)
+    assert found["rows"]
+    if "suite" in found:
+        assert main(["report", str(file)]) == 0
+        assert "calls: geometric mean" in capsys.readouterr().out
+
+
+def test_errors_beyond_the_rounding_are_faults():
+    row = Row.of("float32 mk,kn->mn m8 n8 k8", "matmul")
+    for ours in (1.0, float("nan")):
+        assert measure.fault(row, ours, 1e-8, 0.0).startswith("wrong: relative error")
+    assert measure.fault(row, 1e-8, 1e-8, 1e-7) is None

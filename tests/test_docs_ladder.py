@@ -2,19 +2,19 @@
 
 import pytest
 
-from benchmarks.ladder.claims import REFUTED, THAT_GPU, Claim
+tables = pytest.importorskip("benchmarks.tables", reason="pandas and matplotlib are missing")
+REFUTED, THAT_GPU = "refuted", "true of that GPU only"
 
 
 def verdict(figures, measured, *, other=None, otherwise=THAT_GPU):
     """The verdict on a rung with the counters ``measured``, against another one with ``other``."""
-    names = ("rung", measured), ("another", other or {})
-    rungs = [
-        {"name": name, "seconds": counters.get("seconds"),
-         "counters": {"kernels": [{"nanoseconds": 1, **counters}, {"nanoseconds": 0}]}}
-        for name, counters in names
-    ]  # fmt: skip
-    claim = Claim("T", "problem", "a claim", otherwise, figures, "rung", "another" if other else "")
-    return claim.cells({"rungs": rungs})[-1]
+    rows = {
+        ("problem", name): {"seconds": counters.get("seconds"), "counters": counters}
+        for name, counters in (("rung", measured), ("another", other or {}))
+    }
+    claim = {"source": "T", "problem": "problem", "text": "a claim", "otherwise": otherwise,
+             "figures": figures, "rung": "rung", "against": "another" if other else ""}  # fmt: skip
+    return tables.claim_cells(claim, rows, {"problem": None})[-1]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numerics import F8E4, roundoff
 
-from benchmarks import fp8_accuracy, tables
-from benchmarks.fp8_accuracy import MODELS, PRODUCTS, last_losses
+from benchmarks import record, training
+from benchmarks.training import MODELS, PRODUCTS, last_losses
 
 # The wheel does not hold what is tested here: see tests/README.md.
 pytestmark = pytest.mark.thorough
@@ -27,7 +27,8 @@ def test_losses_are_within_the_band(model):
 
 
 def test_recorded_losses_are_within_the_band_of_the_guide():
-    rows = [row for row in tables.fp8_accuracy()[1] if row["kind"] == "training"]
+    found = record.read(record.RESULTS / "amd-epyc/fp8_accuracy.jsonl")["rows"]
+    rows = [row for row in found if row["kind"] == "training"]
     last = {(row["model"], row["product"]): row["last"] for row in rows}
     assert len(last) == len(MODELS) * len(PRODUCTS)
     for (model, product), loss in last.items():
@@ -37,7 +38,7 @@ def test_recorded_losses_are_within_the_band_of_the_guide():
 
 def test_errors_of_products():
     """Sums are those of float32 in blocks of 128; 8-bit floats have 3 bits behind the first."""
-    found = list(fp8_accuracy.errors(32, 48, 512))
+    found = list(training.errors(32, 48, 512))
     assert len(found) == 14
     for row in found:
         assert row["of_sums"] < max(1e-6, 4 * roundoff(F8E4))

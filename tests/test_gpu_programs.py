@@ -15,8 +15,7 @@ from nvrtc_mark import needs_nvrtc
 
 import jax_tilekern as jtk
 from benchmarks import sharded as sharded_programs
-from benchmarks.sharded_bytes import SLACK
-from benchmarks.sharded_bytes.collectives import bytes_sent, collectives
+from benchmarks.sharded_bytes import SLACK, bytes_sent, collectives
 from jax_tilekern.ops import moe
 from jax_tilekern.partitioning import call
 from jax_tilekern.plans import overlap

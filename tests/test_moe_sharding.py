@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import AUTO, EXPLICIT, MESH_TYPES, custom_calls, devices, mesh_of, put
 
 import jax_tilekern as jtk
-from benchmarks.sharded_bytes import SLACK
-from benchmarks.sharded_bytes.collectives import bytes_sent, collectives
+from benchmarks.sharded_bytes import SLACK, bytes_sent, collectives
 from jax_tilekern.ops.expert_activation import traced_activation
 from jax_tilekern.partitioning.params_text import from_text, to_text
 

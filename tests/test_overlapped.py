@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -22,7 +21,6 @@ from nvrtc_mark import needs_nvrtc
 from sharded import bytes_sent, collectives, devices
 
 import jax_tilekern as jtk
-from benchmarks import overlapped
 from benchmarks import sharded as sharded_programs
 from jax_tilekern.interop import ffi
 from jax_tilekern.ops import planned_kernel
@@ -592,14 +590,13 @@ def test_emulated_scatter(plans, rng):
 def test_benchmark(monkeypatch):
     """Every side of a small row is compiled, and its results are compared."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices()[:2])
-    monkeypatch.setattr(overlapped, "interleaved", lambda sides, _: {x: [1.0] for x in sides})
-    for module in (sharded_programs, overlapped):
-        monkeypatch.setattr(module, "REPEATS", 1)
-    row = list(overlapped._programs(mesh))[-1]
+    one = lambda sides, _: {x: [1.0] for x in sides}  # noqa: E731
+    monkeypatch.setattr(sharded_programs, "interleaved", one)
+    monkeypatch.setattr(sharded_programs, "REPEATS", 1)
+    row = list(sharded_programs.overlapped_programs(mesh))[-1]
     small = dataclasses.replace(row, shapes=((64, 32), (32, 128), (128, 32), (64, 32)))
-    measured = overlapped._measure(small, mesh, argparse.Namespace(parts=[2], seconds=0))
+    measured = sharded_programs.measured(small, mesh, 0, [2])
     sides = {"XLA", "collective", "ours", "ours 2", "shard_map", "shard_map 2"}
-    assert set(measured["microseconds"]) == sides
-    assert measured["ratio"] == 1
-    assert "error" not in measured
-    assert "1000000 us" in overlapped._described({"name": "row", **measured})
+    assert set(measured["seconds"]) == sides
+    assert measured["ratio"] == {"XLA": 1}
+    assert "failure" not in measured

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import AUTO, devices, mesh_of
 
 import jax_tilekern as jtk
-from benchmarks.sharded_bytes.collectives import bytes_sent
+from benchmarks.sharded_bytes import bytes_sent
 from jax_tilekern.ops import contraction_lowering
 from jax_tilekern.primitives.operation import Fallback
 

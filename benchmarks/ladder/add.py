@@ -10,96 +10,62 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern
-from benchmarks.ladder.rung import Ladder, Problem, Rung, Sizes, blocks, kernel, multiples
+from benchmarks.ladder import Problem, Rung, Sizes, blocks, multiples, rung_of
+
+RANKS = (1, 2)
+SIZES = (str(1 << 20), str(1 << 26), "1024x1024", "8192x8192")
 
 
-def _vector(source: str, per_thread: int) -> Any:
-    return kernel(
-        source,
-        out=lambda x, y: x,
-        grid=lambda x, y: blocks(x.size, 256 * per_thread),
-        block=256,
-        scalars=lambda x, y: (np.int64(x.size),),
-        alignment=16,
-    )
+def _vector(file: str, name: str, per_thread: int) -> Rung:
+    return rung_of(
+        file, name, out=lambda x, y: x, grid=lambda x, y: blocks(x.size, 256 * per_thread),
+        block=256, scalars=lambda x, y: (np.int64(x.size),),
+    )  # fmt: skip
 
 
-def _matrix(source: str, grid: Callable[[Any, Any], Any], piece: int = 1) -> Any:
-    return kernel(
-        source,
-        out=lambda x, y: x,
-        grid=grid,
-        block=(32, 8),
+def _matrix(
+    file: str, name: str, grid: Callable[[int, int], Any], piece: int = 1, cannot: Any = None
+) -> Rung:
+    """Return a rung of blocks of 32x8 threads, with a grid of the rows and columns."""
+    return rung_of(
+        file, name, cannot, out=lambda x, y: x, grid=lambda x, y: grid(*x.shape), block=(32, 8),
         scalars=lambda x, y: (np.int32(x.shape[0]), np.int32(x.shape[1] // piece)),
-        alignment=16,
-    )
+    )  # fmt: skip
 
 
-_FLOAT4 = _vector("add/02_vector_float4.cu", 4)
 _LIBRARY = Rung("jax_tilekern.add", (jax_tilekern.add,))
-_PEERS = (Rung("jnp.add", (jnp.add,)),)
-
 _VECTOR = (
-    Rung("vector", (_vector("add/01_vector.cu", 1),), "add/01_vector.cu"),
-    Rung("vector, float4", (_FLOAT4,), "add/02_vector_float4.cu"),
+    _vector("add/01_vector.cu", "vector", 1),
+    _vector("add/02_vector_float4.cu", "vector, float4", 4),
     _LIBRARY,
 )
-
 _MATRIX = (
-    Rung(
-        "matrix, warps down the columns",
-        (
-            _matrix(
-                "add/03_matrix_down.cu",
-                lambda x, y: (blocks(x.shape[0], 32), blocks(x.shape[1], 8)),
-            ),
-        ),
-        "add/03_matrix_down.cu",
+    _matrix(
+        "add/03_matrix_down.cu", "matrix, warps down the columns",
+        lambda rows, columns: (blocks(rows, 32), blocks(columns, 8)),
     ),
-    Rung(
-        "matrix",
-        (
-            _matrix(
-                "add/04_matrix.cu", lambda x, y: (blocks(x.shape[1], 32), blocks(x.shape[0], 8))
-            ),
-        ),
-        "add/04_matrix.cu",
+    _matrix(
+        "add/04_matrix.cu", "matrix", lambda rows, columns: (blocks(columns, 32), blocks(rows, 8))
     ),
-    Rung(
-        "matrix, float4",
-        (
-            _matrix(
-                "add/05_matrix_float4.cu",
-                lambda x, y: (blocks(x.shape[1], 128), blocks(x.shape[0], 8)),
-                piece=4,
-            ),
-        ),
-        "add/05_matrix_float4.cu",
-        multiples(columns=4),
+    _matrix(
+        "add/05_matrix_float4.cu", "matrix, float4",
+        lambda rows, columns: (blocks(columns, 128), blocks(rows, 8)), 4, multiples(columns=4),
     ),
-    Rung("matrix as a vector, float4", (_FLOAT4,), "add/02_vector_float4.cu"),
+    _vector("add/02_vector_float4.cu", "matrix as a vector, float4", 4),
     _LIBRARY,
-)
+)  # fmt: skip
 
 
-def _problems(sizes: Sizes) -> tuple[Problem, ...]:
+def problems(sizes: Sizes) -> tuple[Problem, ...]:
+    """Return the problem of vectors, or of matrices."""
     names = ("size",) if len(sizes) == 1 else ("rows", "columns")
     array = jax.ShapeDtypeStruct(sizes, np.dtype(np.float32))
+    kind = "vectors" if len(sizes) == 1 else "matrices"
+    title = f"sum of two {kind} of {'x'.join(map(str, sizes))} float32"
     return (
         Problem(
-            f"sum of two {'vectors' if len(sizes) == 1 else 'matrices'} of "
-            f"{'x'.join(map(str, sizes))} float32",
-            dict(zip(names, sizes, strict=True)),
-            (array, array),
-            _VECTOR if len(sizes) == 1 else _MATRIX,
-            _PEERS,
+            title, dict(zip(names, sizes, strict=True)), (array, array),
+            _VECTOR if len(sizes) == 1 else _MATRIX, (Rung("jnp.add", (jnp.add,)),),
             bytes=3 * 4 * array.size,
         ),
-    )
-
-
-LADDER = Ladder(
-    (("size",), ("rows", "columns")),
-    (str(1 << 20), str(1 << 26), "1024x1024", "8192x8192"),
-    _problems,
-)
+    )  # fmt: skip

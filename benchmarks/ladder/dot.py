@@ -10,7 +10,10 @@ import numpy as np
 from jax import Array
 
 import jax_tilekern
-from benchmarks.ladder.rung import Ladder, Problem, Rung, Sizes, blocks, kernel
+from benchmarks.ladder import Problem, Rung, Sizes, blocks, kernel
+
+RANKS = (1,)
+SIZES = ("1024", str(1 << 26))
 
 # Enough blocks of 256 threads to fill any GPU several times.
 _THREADS, _MOST_BLOCKS = 256, 1024
@@ -102,7 +105,8 @@ _RUNGS = (
 )
 
 
-def _problems(sizes: Sizes) -> tuple[Problem, ...]:
+def problems(sizes: Sizes) -> tuple[Problem, ...]:
+    """Return the problem of vectors."""
     (size,) = sizes
     vector = jax.ShapeDtypeStruct((size,), np.dtype(np.float32))
     return (
@@ -117,6 +121,3 @@ def _problems(sizes: Sizes) -> tuple[Problem, ...]:
             sums=True,
         ),
     )
-
-
-LADDER = Ladder((("size",),), ("1024", str(1 << 26)), _problems)

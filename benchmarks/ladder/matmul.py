@@ -12,9 +12,12 @@ import numpy as np
 from jax import Array
 
 import jax_tilekern
-from benchmarks.ladder.rung import Ladder, Problem, Rung, Sizes, blocks, kernel, multiples
+from benchmarks.ladder import Problem, Rung, Sizes, blocks, kernel, multiples
 from jax_tilekern import TensorMap
 from jax_tilekern.plans.gpu import current_gpu
+
+RANKS = (3,)
+SIZES = ("1024x1024x1024", "4096x4096x4096")
 
 Tile = tuple[int, int]
 _BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -219,8 +222,6 @@ def _problem(sizes: Sizes, dtype: np.dtype[Any]) -> Problem:
     )
 
 
-def _problems(sizes: Sizes) -> tuple[Problem, ...]:
+def problems(sizes: Sizes) -> tuple[Problem, ...]:
+    """Return the problem of each type."""
     return tuple(_problem(sizes, dtype) for dtype in (_FLOAT32, _FLOAT64, _BFLOAT16))
-
-
-LADDER = Ladder((("m", "n", "k"),), ("1024x1024x1024", "4096x4096x4096"), _problems)

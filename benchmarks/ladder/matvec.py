@@ -9,102 +9,62 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern
-from benchmarks.ladder.rung import Ladder, Problem, Rung, Sizes, blocks, kernel, multiples
+from benchmarks.ladder import Problem, Rung, Sizes, blocks, multiples, rung_of
+
+RANKS = (2,)
+SIZES = ("1024x1024", "8192x8192")
 
 
-def _by_rows(source: str, block: Any, rows: int, piece: int = 1) -> Any:
-    """Return a kernel for a @ x whose blocks take some rows each, in pieces of elements."""
-    return kernel(
-        source,
+def _by_rows(file: str, name: str, block: Any, rows: int, piece: int = 1) -> Rung:
+    """Return a rung of a @ x whose blocks take some rows each, in pieces of elements."""
+    return rung_of(
+        file, name, multiples(columns=piece), block=block,
         out=lambda a, x: jax.ShapeDtypeStruct(a.shape[:1], a.dtype),
         grid=lambda a, x: blocks(a.shape[0], rows),
-        block=block,
         scalars=lambda a, x: (np.int32(a.shape[0]), np.int32(a.shape[1] // piece)),
-        alignment=16,
-    )
+    )  # fmt: skip
 
 
-def _by_columns(source: str, block: Any, columns: int) -> Any:
-    """Return a kernel for x @ a whose blocks take some columns each."""
-    return kernel(
-        source,
+def _by_columns(file: str, name: str, block: Any, columns: int) -> Rung:
+    """Return a rung of x @ a whose blocks take some columns each."""
+    return rung_of(
+        file, name, block=block,
         out=lambda x, a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype),
         grid=lambda x, a: blocks(a.shape[1], columns),
-        block=block,
         scalars=lambda x, a: (np.int32(a.shape[0]), np.int32(a.shape[1])),
-    )
+    )  # fmt: skip
 
 
 _ROWS = (
-    Rung(
-        "row per thread",
-        (_by_rows("matvec/01_row_per_thread.cu", 128, 128),),
-        "matvec/01_row_per_thread.cu",
-    ),
-    Rung(
-        "row per warp",
-        (_by_rows("matvec/02_row_per_warp.cu", (32, 8), 8),),
-        "matvec/02_row_per_warp.cu",
-    ),
-    Rung(
-        "row per warp, float4",
-        (_by_rows("matvec/03_vectorised.cu", (32, 8), 8, piece=4),),
-        "matvec/03_vectorised.cu",
-        multiples(columns=4),
-    ),
+    _by_rows("matvec/01_row_per_thread.cu", "row per thread", 128, 128),
+    _by_rows("matvec/02_row_per_warp.cu", "row per warp", (32, 8), 8),
+    _by_rows("matvec/03_vectorised.cu", "row per warp, float4", (32, 8), 8, piece=4),
     Rung("jax_tilekern.matvec", (jax_tilekern.matvec,)),
 )
-
 _COLUMNS = (
-    Rung(
-        "column per thread",
-        (_by_columns("matvec/04_column_per_thread.cu", 128, 128),),
-        "matvec/04_column_per_thread.cu",
-    ),
-    Rung(
-        "32 columns per block",
-        (_by_columns("matvec/05_columns_per_block.cu", (32, 32), 32),),
-        "matvec/05_columns_per_block.cu",
-    ),
+    _by_columns("matvec/04_column_per_thread.cu", "column per thread", 128, 128),
+    _by_columns("matvec/05_columns_per_block.cu", "32 columns per block", (32, 32), 32),
     Rung("jax_tilekern.vecmat", (jax_tilekern.vecmat,)),
 )
 
 
-def _problems(sizes: Sizes) -> tuple[Problem, ...]:
+def problems(sizes: Sizes) -> tuple[Problem, ...]:
+    """Return the problems of both orders."""
     rows, columns = sizes
     a, of_rows, of_columns = (
         jax.ShapeDtypeStruct(shape, np.dtype(np.float32))
         for shape in ((rows, columns), (rows,), (columns,))
     )
-    named = {"rows": rows, "columns": columns}
     # One pass over the matrix; the vectors hardly count.
-    bytes_ = 4 * (rows * columns + rows + columns)
-    return (
-        Problem(
-            f"a @ x, a {rows}x{columns} float32",
-            named,
-            (a, of_columns),
-            _ROWS,
-            (Rung("jnp.matmul", (jnp.matmul,)),),
-            bytes=bytes_,
-            bound="read",
-            sums=True,
-        ),
-        Problem(
-            f"x @ a, a {rows}x{columns} float32",
-            named,
-            (of_rows, a),
-            _COLUMNS,
-            (Rung("jnp.matmul", (jnp.matmul,)),),
-            bytes=bytes_,
-            bound="read",
-            sums=True,
-        ),
+    of_all = {
+        "sizes": {"rows": rows, "columns": columns}, "bound": "read", "sums": True,
+        "peers": (Rung("jnp.matmul", (jnp.matmul,)),), "bytes": 4 * (a.size + rows + columns),
+    }  # fmt: skip
+    sides: dict[str, Any] = {
+        "a @ x": {"operands": (a, of_columns), "rungs": _ROWS},
+        "x @ a": {"operands": (of_rows, a), "rungs": _COLUMNS},
+    }
+    return tuple(
+        Problem(f"{name}, a {rows}x{columns} float32", **side, **of_all)
+        for name, side in sides.items()
     )
-
-
-LADDER = Ladder(
-    (("rows", "columns"),),
-    ("1024x1024", "8192x8192"),
-    _problems,
-)

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern
-from benchmarks.ladder.rung import Ladder, Problem, Rung, Sizes, blocks, kernel, multiples
+from benchmarks.ladder import Problem, Rung, Sizes, blocks, kernel, multiples
 from jax_tilekern import TensorMap
+
+RANKS = (2,)
+SIZES = ("2048x512", "1024x1024", "8192x8192")
 
 Block = tuple[int, int]
 
@@ -169,7 +172,8 @@ _RUNGS = (
 )  # fmt: skip
 
 
-def _problems(sizes: Sizes) -> tuple[Problem, ...]:
+def problems(sizes: Sizes) -> tuple[Problem, ...]:
+    """Return the problem of a matrix."""
     rows, columns = sizes
     return (
         Problem(
@@ -181,6 +185,3 @@ def _problems(sizes: Sizes) -> tuple[Problem, ...]:
             bytes=2 * 4 * rows * columns,
         ),
     )
-
-
-LADDER = Ladder((("rows", "columns"),), ("2048x512", "1024x1024", "8192x8192"), _problems)

@@ -1,1 +1,0 @@
-"""How rows are measured: device time on a GPU, wall time on a CPU, both sides interleaved."""

@@ -1,0 +1,110 @@
+"""Figures of the documentation, as SVG by matplotlib."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+from jax_tilekern.cli.console import duration
+
+_WIN, _EVEN, _LOSS = "#1a7f37", "#59636e", "#cf5c00"
+_STYLE: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "jax_tilekern", "font.size": 9, "axes.titlesize": 9,
+    "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.grid": True,
+    "grid.color": "#d1d9e0", "axes.spines.top": False, "axes.spines.right": False,
+    "font.family": "sans-serif", "xtick.major.size": 0, "ytick.major.size": 0,
+}  # fmt: skip
+
+
+def _svg(figure: Any) -> str:
+    """Return a figure as text that is the same each time."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+    text = re.sub(r"(\d\.\d\d)\d+", r"\1", file.getvalue())
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def _color(ratio: float) -> str:
+    return _WIN if ratio > 1.02 else _LOSS if ratio < 0.98 else _EVEN
+
+
+@mpl.rc_context(_STYLE)
+def ratios(axis: str, sections: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Draw groups of ratios on a logarithmic axis, a panel for each section.
+
+    A small dot is a ratio and the large one the geometric mean: green above 1.02, orange below
+    0.98.
+    """
+    figure, panels = plt.subplots(
+        len(sections), 1, sharex=True, layout="constrained", squeeze=False,
+        figsize=(8, 0.8 + 0.26 * sum(1 + len(groups) for groups in sections.values())),
+        height_ratios=[len(groups) + 0.5 for groups in sections.values()],
+    )  # fmt: skip
+    for panel, (title, groups) in zip(panels[:, 0], sections.items(), strict=True):
+        panel.set(title=title, xscale="log", yticks=range(len(groups)), yticklabels=groups)
+        panel.invert_yaxis()
+        panel.grid(axis="y", visible=False)
+        panel.axvline(1, color="black", linewidth=0.8)
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        panel.xaxis.minorticks_off()
+        for y, found in enumerate(groups.values()):
+            mean = float(np.exp(np.log(found).mean()))
+            panel.plot([min(found), max(found)], [y, y], color=_color(mean), linewidth=0.8)
+            panel.scatter(found, [y] * len(found), 9, [*map(_color, found)], alpha=0.45, lw=0)
+            panel.scatter(mean, y, 28, _color(mean), zorder=3)
+            spread = f" ({_number(min(found))} to {_number(max(found))})" if len(found) > 1 else ""
+            panel.text(1.01, y, _number(mean) + spread, transform=panel.get_yaxis_transform(),
+                       va="center", fontsize=8)  # fmt: skip
+    panels[-1, 0].set_xlabel(axis)
+    return _svg(figure)
+
+
+def _number(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+
+
+@mpl.rc_context(_STYLE)
+def curves(training: pd.DataFrame) -> str:
+    """Draw losses over steps, a panel for each model and a curve for each product."""
+    models = dict(iter(training.groupby("model", sort=False)))
+    figure, panels = plt.subplots(1, len(models), figsize=(8, 3), layout="constrained")
+    for panel, (model, rows) in zip(panels, models.items(), strict=True):
+        panel.set(title=f"{model}, loss by step", yscale="log")
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        styles = zip(("-", "--", ":"), (_EVEN, _WIN, _LOSS), strict=True)
+        for row, (style, color) in zip(rows.itertuples(), styles, strict=True):
+            steps = row.steps * (np.arange(len(row.losses)) + 0.5) / len(row.losses)
+            panel.plot(steps, row.losses, style, color=color, label=row.product)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3)
+    return _svg(figure)
+
+
+@mpl.rc_context(_STYLE)
+def bars(title: str, sections: Mapping[str, Mapping[str, float]]) -> str:
+    """Draw the seconds of each side, a panel for each section; the first side is not ours."""
+    figure, panels = plt.subplots(
+        len(sections), 1, sharex=True, figsize=(8, 2.6), layout="constrained",
+        height_ratios=[len(times) for times in sections.values()],
+    )  # fmt: skip
+    for panel, (name, times) in zip(panels, sections.items(), strict=True):
+        panel.set(title=name)
+        colors = ["#818b98", *[_WIN] * (len(times) - 1)]
+        panel.bar_label(
+            panel.barh(list(times), list(times.values()), color=colors),
+            [duration(seconds) for seconds in times.values()], padding=4,
+        )  # fmt: skip
+        panel.invert_yaxis()
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: duration(x) if x else "0"))
+        panel.margins(x=0.12)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
+    return _svg(figure)

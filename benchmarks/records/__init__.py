@@ -1,1 +1,0 @@
-"""Records: their form, their files, and the tables made from them."""

@@ -1,1 +1,0 @@
-"""Samples: calls drawn at random from what models do, which nothing is tuned for."""

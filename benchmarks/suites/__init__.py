@@ -1,1 +1,0 @@
-"""Suites: lists of calls of an operation, a TOML file each."""

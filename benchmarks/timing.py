@@ -1,0 +1,189 @@
+"""Times of several sides, in rounds of blocks of calls that alternate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from jax_tilekern.tuning.device_time import CallBlock, run_blocks
+from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
+
+_ROUNDS = 5
+_MOST_CALLS = 20
+# What the operands of the rows of one profile may take.
+PROFILE_BYTES = 12 << 30
+
+Runs = Mapping[str, Callable[[], Any]]
+_Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True)
+class Side:
+    """A side to be timed: what makes one call, compiled and warm, and how many are a block."""
+
+    run: Callable[[], Any]
+    calls: int
+
+
+class Times(NamedTuple):
+    """Times of a call of each side in each round.
+
+    Attributes
+    ----------
+    device
+        What is reported: spans on the device, or wall times on a CPU.
+    host
+        The same blocks by the host's clock, which includes what the GPU waits.
+    method
+        What ``device`` has, in words.
+    """
+
+    device: Mapping[str, tuple[float, ...]]
+    host: Mapping[str, tuple[float, ...]]
+    method: str
+
+    def medians(self) -> dict[str, float]:
+        """Return the median time of each side."""
+        return {name: float(np.median(times)) for name, times in self.device.items()}
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a record has: times, and ratios to ours with their percentiles."""
+        ours = np.array(self.device["ours"])
+        ratios = {
+            name: np.percentile(np.array(times) / ours, (50, 10, 90)).tolist()
+            for name, times in self.device.items()
+            if name != "ours"
+        }
+        wall = {name: float(np.median(times)) for name, times in self.host.items()}
+        return {
+            "seconds": self.medians(),
+            "ratio": {name: found[0] for name, found in ratios.items()},
+            "spread": {name: found[1:] for name, found in ratios.items()},
+            "method": self.method,
+        } | ({"wall_seconds": wall} if wall and wall != self.medians() else {})
+
+
+def _order(sides: Iterable[str], rounds: int) -> list[str]:
+    """Return whose each block is: every other round is in the opposite order."""
+    names = list(sides)
+    return [x for number in range(rounds) for x in (names[::-1] if number % 2 else names)]
+
+
+def of_blocks(found: Sequence[CallBlock], calls: Mapping[str, int]) -> Times:
+    """Return the times of a call in each block of each side."""
+    blocks = {name: [block for block in found if block.side == name] for name in calls}
+    return Times(
+        {name: tuple(x.device_seconds(calls[name]) for x in blocks[name]) for name in calls},
+        {name: tuple(x.host_seconds / calls[name] for x in blocks[name]) for name in calls},
+        "device time by the profiler",
+    )
+
+
+def times_of_sides(runs: Runs, seconds: float, profiled: bool = True) -> Times:
+    """Return the times of sides.
+
+    Parameters
+    ----------
+    runs
+        Functions by side that make one call each; compiled.
+    seconds
+        Time to spend.
+    profiled
+        Whether a GPU's times are the profiler's. It makes a call of thousands of launches several
+        times as long, so such calls have wall times.
+    """
+    if not profiled or jax.default_backend() == "cpu":
+        return _wall_times(_sides(runs, seconds, _ROUNDS, _MOST_CALLS), _ROUNDS)
+    return times_of_rows([runs], seconds)[0]
+
+
+def times_of_rows(
+    rows: Sequence[Runs], seconds: float, rounds: int = _ROUNDS, most_calls: int = _MOST_CALLS
+) -> list[Times]:
+    """Return the device times of the sides of each row.
+
+    One profile serves all rows, since it takes longer to start than a row. Where it is not clear,
+    each row gets its own, and wall times if that is not clear either.
+
+    Parameters
+    ----------
+    rows
+        Functions by side that make one call each; compiled and warm.
+    seconds
+        Time to spend on each row.
+    rounds, most_calls
+        Blocks of each side, and the most calls in a block.
+    """
+    sides = [_sides(row, seconds, rounds, most_calls) for row in rows]
+    order = [f"{i} {name}" for i, row in enumerate(sides) for name in _order(row, rounds)]
+    flat = {f"{i} {name}": side for i, row in enumerate(sides) for name, side in row.items()}
+    calls = {name: side.calls for name, side in flat.items()}
+    try:
+        blocks = run_blocks({name: side.run for name, side in flat.items()}, calls, order)
+    # The sides have run before, so an error is the profiler's.
+    except RuntimeError as error:
+        if len(rows) > 1:
+            return [x for row in rows for x in times_of_rows([row], seconds, rounds, most_calls)]
+        return [_wall_times(sides[0], rounds, f" ({error})")]
+    found = of_blocks(blocks, calls)
+    return [
+        Times(_of_row(found.device, i), _of_row(found.host, i), found.method)
+        for i in range(len(rows))
+    ]
+
+
+def rows_of_a_profile(rows: Iterable[_Row], needed: Callable[[_Row], int]) -> Iterator[list[_Row]]:
+    """Yield groups of rows whose operands, of ``needed`` bytes, the GPU holds at the same time."""
+    group: list[_Row] = []
+    held = 0
+    for row in rows:
+        if group and held + needed(row) > PROFILE_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(row)
+        held += needed(row)
+    if group:
+        yield group
+
+
+def _of_row(times: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Return what is found of one row, by the names of its sides."""
+    named = ((name.partition(" "), value) for name, value in times.items())
+    return {side: value for (number, _, side), value in named if number == str(row)}
+
+
+def _sides(row: Runs, seconds: float, rounds: int, most_calls: int) -> dict[str, Side]:
+    """Return sides whose blocks take an equal share of the time."""
+    share = seconds / (rounds * len(row))
+    result = {}
+    for name, run in row.items():
+        ready(run())
+        call = wall_seconds(partial(repeated, run, 4)) / 4
+        result[name] = Side(run, min(most_calls, max(1, int(share / call))))
+    return result
+
+
+def wall_rounds(runs: Runs, seconds: float, least: int = 5, most: int = 400) -> dict[str, Any]:
+    """Return wall times of a call of each side, one after the other, for some seconds."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    end, names, rounds = time.perf_counter() + seconds, list(runs), 0
+    while rounds < least or (rounds < most and time.perf_counter() < end):
+        for name in names[::-1] if rounds % 2 else names:
+            times[name].append(wall_seconds(runs[name]))
+        rounds += 1
+    return times
+
+
+def _wall_times(sides: Mapping[str, Side], rounds: int, why: str = "") -> Times:
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for name in _order(sides, rounds):
+        side = sides[name]
+        times[name].append(wall_seconds(partial(repeated, side.run, side.calls)) / side.calls)
+    found = {name: tuple(values) for name, values in times.items()}
+    return Times(found, {}, f"wall time of a call in a row of calls{why}")
