@@ -256,16 +256,16 @@ class ModelCommand:
                     raise
                 row["failures"][side] = failure_of(error)
                 print(f"{side}: {row['failures'][side]}", flush=True)
-                continue
-            for field, value in found.items():
-                row[field][side] = value
-            if side != "ours" and "ours" in row["seconds"]:
-                row["ratio"][side] = found["seconds"] / row["seconds"]["ours"]
-            speed = model.batch * model.sequence / found["seconds"]
-            print(
-                f"{side}: {speed:,.0f} tokens/s, {duration(found['seconds'])} a step, "
-                f"{size(found['bytes'])}, losses {found['losses']}", flush=True,
-            )  # fmt: skip
+            else:
+                for field, value in found.items():
+                    row[field][side] = value
+                if side != "ours" and "ours" in row["seconds"]:
+                    row["ratio"][side] = found["seconds"] / row["seconds"]["ours"]
+                speed = model.batch * model.sequence / found["seconds"]
+                print(
+                    f"{side}: {speed:,.0f} tokens/s, {duration(found['seconds'])} a step, "
+                    f"{size(found['bytes'])}, losses {found['losses']}", flush=True,
+                )  # fmt: skip
             if arguments.json:
                 records.write(arguments.json, record)
         return 0
