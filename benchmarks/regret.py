@@ -203,7 +203,8 @@ class _Timed:
         """Return what the record has of the product, with the side that the policy takes."""
         timed = [x for x in self.found if x.key in seconds]
         assert self.product is not None
-        taken = choose(workload_of(self.product, timed), timed, self.gpu).candidate if timed else None
+        asked = workload_of(self.product, timed) if timed else None
+        taken = choose(asked, timed, self.gpu).candidate if asked else None
         return {
             "name": self.row.name,
             "group": self.row.group,

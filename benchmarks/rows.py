@@ -355,7 +355,7 @@ def _by_groups(lhs: Array, rhs: Array, sizes: Array, numbers: Any, **types: Any)
     def product(lhs: Array, rhs: Array) -> Array:
         return weights(lhs, rhs) if numbers == WEIGHT_GRADIENT else rows(numbers, lhs, rhs)
 
-    # Of the forward product, whose own rule would keep a copy of the rows for each group.
+    # The rule of the scan would keep a copy of the rows for each group.
     product.defvjp(
         lambda lhs, rhs: (product(lhs, rhs), (lhs, rhs)),
         lambda saved, ct: (rows(ROW_GRADIENT, ct, saved[1]), weights(saved[0], ct)),
