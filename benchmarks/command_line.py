@@ -50,7 +50,6 @@ class _Operation:
         self.HELP = f"time {OPERATIONS[operation].about}"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
         options: dict[str, dict[str, Any]] = {
             "suite": {"metavar": "NAME", "help": "which rows (default: by JAX's backend)"},
             "rows": {"metavar": "PATTERN", "help": "only rows whose name, or group, matches"},
@@ -101,7 +100,6 @@ class _Tune:
     HELP = "tune the products of a suite"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
         parser.add_argument("--suite", metavar="NAME", default="matmul-h100", help="which rows")
         parser.add_argument("--rows", metavar="PATTERN", help="rows whose name, or group, matches")
         add_tuning_arguments(parser)
@@ -123,10 +121,9 @@ class _Tables:
     HELP = "write the tables and figures of README.md and of docs from the records"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments: none."""
+        """Declare no arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return its exit status."""
         # What measures needs neither.
         from benchmarks import tables
 

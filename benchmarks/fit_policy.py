@@ -62,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
     times = read_times(arguments.records)
     if arguments.times is not None:
         rows = [{"name": x.name, "microseconds": x.microseconds} for x in times]

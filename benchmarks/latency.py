@@ -57,7 +57,6 @@ _LONGEST_PROCESS = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("--rows", default="", metavar="TEXT", help="only rows that contain this")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a row of calls that return")
     parser.add_argument("--calls", type=int, default=200, help="calls in a batch")
@@ -66,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
     # This process has a device too, whose memory the fresh ones need.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     record = records.new_record(arguments.command_line)

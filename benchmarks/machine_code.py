@@ -43,7 +43,6 @@ _COUNTS = {"sm_90a": (24, 3), "sm_80": (6, 1), "sm_89": (6, 1), "sm_120": (6, 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     record = commands.add_parser("record", help="compile the sample of this checkout")
     record.add_argument("file", type=output_file)

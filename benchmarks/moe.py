@@ -226,7 +226,6 @@ class ModelCommand:
     HELP = "time training steps of a mixture-of-experts transformer"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
         parser.add_argument("--sides", nargs="+", choices=LAYERS, default=list(LAYERS))
         parser.add_argument("--seconds", type=float, default=5.0, help="of each side")
         for name in ("layers", "hidden", "experts", "chosen", "batch", "sequence"):
@@ -236,7 +235,6 @@ class ModelCommand:
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return its exit status."""
         given = {name: getattr(arguments, name, None) for name in _Model._fields}
         model = _MODELS[on_gpu()]._replace(**{k: n for k, n in given.items() if n is not None})
         row: Record = {

@@ -21,7 +21,6 @@ HELP = "time a product of operands larger than the memory that it may use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("--size", type=int, default=65536)
     parser.add_argument("--limit-gib", type=float, default=8.0)
     parser.add_argument("--type", default="bfloat16")
@@ -29,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print and record."""
     size, limit = arguments.size, int(arguments.limit_gib * 2**30)
     # A random block that repeats is quickly made.
     block = np.random.default_rng(0).standard_normal((min(2048, size),) * 2)

@@ -207,7 +207,6 @@ class ProgramCommand:
         self._programs, self._seconds, self._arguments = programs, seconds, arguments
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
         for name, settings in self._arguments.items():
             parser.add_argument(f"--{name}", **settings)
         for name, about in (("rows", "rows by their names"), ("sides", "sides beside ours")):
@@ -219,7 +218,6 @@ class ProgramCommand:
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Measure, print and record."""
         record = records.new_record(arguments.command_line)
         for program in self._programs(arguments):
             if not _matches(program.name, arguments.rows):

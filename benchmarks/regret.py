@@ -51,7 +51,6 @@ _UNTUNED = {"xla_gpu_autotune_level": 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("operation", choices=("matmul", "decode", "matvec", "vdot"))
     parser.add_argument("--sample", type=int, metavar="N", default=200, help="products to draw")
     parser.add_argument("--seed", type=int, default=0, help="even: to fit, odd: to report")
@@ -63,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
     end = time.monotonic() + 60 * arguments.minutes
     sample = draw_sample(arguments.operation, "gpu", arguments.sample, arguments.seed)
     drawn = {"operation": arguments.operation, "count": arguments.sample}

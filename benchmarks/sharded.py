@@ -213,7 +213,6 @@ class ShardedCommand:
         self.HELP, self._overlapped = about, overlapped
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
         parser.add_argument("--rows", metavar="PATTERN", help="only rows whose name matches")
         parser.add_argument(
             "--seconds", type=float, default=2.0, help="timing of a row (default: %(default)s)"

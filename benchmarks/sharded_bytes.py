@@ -293,7 +293,6 @@ class Compared(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("--kind", choices=tuple(KINDS), action="append", help="only this kind")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument(

@@ -79,19 +79,19 @@ def load_suite(operation: str, name: str) -> Suite:
     return suite_of(name, operation, _GROUPS[name])
 
 
-def suite_of(name: str, operation: str, groups: list[dict[str, Any]]) -> Suite:
+def suite_of(name: str, operation: str, groups: Mapping[str, Any]) -> Suite:
     """Return the suite of some groups."""
     peer = OPERATIONS[operation].peer
     rows = tuple(
         Row.of(
-            text, operation, group=group["name"], target=group.get("target", {peer: 0.97}),
+            text, operation, group=title, target=group.get("target", {peer: 0.97}),
             **{key: group[key] for key in ("share", "temporary") if key in group},
         )
-        for group in groups
+        for title, group in groups.items()
         for pattern in group["calls"]
         for text in expanded(pattern)
     )  # fmt: skip
-    means = {group["name"]: group["mean"] for group in groups if "mean" in group}
+    means = {title: group["mean"] for title, group in groups.items() if "mean" in group}
     return Suite(name, operation, rows, {"means": means} if means else {})
 
 

@@ -247,13 +247,11 @@ def _curves(steps: int) -> Iterator[Record]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("--steps", type=int, default=400, help="of training (default: %(default)s)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
     record = records.new_record(arguments.command_line)
     for row in itertools.chain(errors(), _curves(arguments.steps)):
         record["rows"].append(row)

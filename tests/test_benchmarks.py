@@ -197,13 +197,14 @@ def test_profiles_that_do_not_add_up_are_refused(activities, message):
 
 # The command.
 
-TINY = [
-    {"name": "small", "mean": 0.001, "target": {"XLA": 0.0},
-     "calls": ["{float32|float64} mk,kn->mn m8 n8 k8"]},
-    {"name": "impossible", "target": {"XLA": 1e9},
-     "calls": ["int8 to int32 km,nk->mn m5 n6 k7", "bfloat16 bmk,kbn->bmn b3 m5 n6 k7",
-               "float16 highest mk,k->m m9 k4"]},
-]  # fmt: skip
+TINY = {
+    "small": {"mean": 0.001, "target": {"XLA": 0.0},
+              "calls": ["{float32|float64} mk,kn->mn m8 n8 k8"]},
+    "impossible": {"target": {"XLA": 1e9},
+                   "calls": ["int8 to int32 km,nk->mn m5 n6 k7",
+                             "bfloat16 bmk,kbn->bmn b3 m5 n6 k7",
+                             "float16 highest mk,k->m m9 k4"]},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

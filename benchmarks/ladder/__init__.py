@@ -232,7 +232,6 @@ def problems_of(ladder: str) -> list[Problem]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("ladder", choices=LADDERS)
     parser.add_argument("--size", nargs="+", metavar="SIZE", help="such as 8192x8192, or several")
     parser.add_argument("--rungs", metavar="PATTERN", help="only rungs whose name matches")

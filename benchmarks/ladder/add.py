@@ -57,7 +57,6 @@ _MATRIX = (
 
 
 def problems(sizes: Sizes) -> tuple[Problem, ...]:
-    """Return the problem of vectors, or of matrices."""
     names = ("size",) if len(sizes) == 1 else ("rows", "columns")
     array = jax.ShapeDtypeStruct(sizes, np.dtype(np.float32))
     kind = "vectors" if len(sizes) == 1 else "matrices"

@@ -106,7 +106,6 @@ _RUNGS = (
 
 
 def problems(sizes: Sizes) -> tuple[Problem, ...]:
-    """Return the problem of vectors."""
     (size,) = sizes
     vector = jax.ShapeDtypeStruct((size,), np.dtype(np.float32))
     return (

@@ -223,5 +223,4 @@ def _problem(sizes: Sizes, dtype: np.dtype[Any]) -> Problem:
 
 
 def problems(sizes: Sizes) -> tuple[Problem, ...]:
-    """Return the problem of each type."""
     return tuple(_problem(sizes, dtype) for dtype in (_FLOAT32, _FLOAT64, _BFLOAT16))

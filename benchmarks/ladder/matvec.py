@@ -49,7 +49,6 @@ _COLUMNS = (
 
 
 def problems(sizes: Sizes) -> tuple[Problem, ...]:
-    """Return the problems of both orders."""
     rows, columns = sizes
     a, of_rows, of_columns = (
         jax.ShapeDtypeStruct(shape, np.dtype(np.float32))

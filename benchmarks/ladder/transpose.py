@@ -173,7 +173,6 @@ _RUNGS = (
 
 
 def problems(sizes: Sizes) -> tuple[Problem, ...]:
-    """Return the problem of a matrix."""
     rows, columns = sizes
     return (
         Problem(
