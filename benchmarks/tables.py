@@ -52,7 +52,6 @@ _JAX = "0.11.2"
 
 
 def write() -> None:
-    """Write every page, and draw every figure."""
     for page in PAGES:
         page.write_text(with_tables(page.read_text()))
     for name, figure in figures().items():
@@ -141,7 +140,6 @@ def drawn() -> pd.DataFrame:
 
 @functools.cache
 def recorded() -> pd.DataFrame:
-    """Return the rows of the recorded suites and programs."""
     found = ratios()
     return found[~found.drawn]
 
@@ -173,7 +171,6 @@ def _devices() -> Iterator[str]:
 
 
 def _random() -> Iterator[str]:
-    """Yield the README's lines of calls drawn at random."""
     found = drawn()
     is_product, on_gpu = found.label.str.startswith("`matmul`"), found.device == "h100"
     lines = pd.concat([
@@ -241,7 +238,6 @@ def _speed() -> Iterator[str]:
 
 
 def _mixture() -> Iterator[str]:
-    """Yield the README's lines of the training step of a mixture of experts."""
     row = max(record("h100/moe_model")["rows"], key=lambda row: row["sizes"]["layers"])
     tokens = row["sizes"]["batch"] * row["sizes"]["sequence"]
     names = {"ours": "`moe`", "XLA": "`lax.ragged_dot`", "parts": "`ragged_dot`, by parts"}
@@ -275,7 +271,6 @@ _RUNS = {
 
 
 def _tests() -> Iterator[str]:
-    """Yield the recorded runs of the tests."""
     lines = []
     for folder, title in DEVICES.items():
         for path in sorted((RESULTS / folder).glob("tests*.json")):
@@ -288,7 +283,6 @@ def _tests() -> Iterator[str]:
 
 
 def _policy() -> Iterator[str]:
-    """Yield what the policy's choices reach on calls that its models were fitted without."""
     lines = []
     for path in sorted(_DATA.glob("*.json")):
         content = json.loads(path.read_text())
@@ -302,7 +296,6 @@ def _policy() -> Iterator[str]:
 
 
 def fp8_accuracy() -> pd.DataFrame:
-    """Return the rows of ``fp8_accuracy``."""
     return pd.DataFrame(record("amd-epyc/fp8_accuracy")["rows"])
 
 
@@ -349,73 +342,7 @@ def _times(ladder: str) -> Iterator[str]:
         yield from table((problem.title, "time", "rate", "of ceiling"), lines)
 
 
-# Times and counters that differ by less are not told apart.
-_NOISE = 0.03
-
-
-def _claims() -> Iterator[str]:
-    """Yield what the ladder's sources claim, and what the recorded counters say of it."""
-    rows = {
-        (row["problem"], row["name"]): row
-        for ladder in LADDERS
-        for row in record(f"h100/ladder/{ladder}")["rows"]
-    }
-    problems = {x.title: x for ladder in LADDERS for x in problems_of(ladder)}
-    lines = (ROOT / "docs/ladder/claims.jsonl").read_text().splitlines()
-    heads = ("source", "claim", "rung", "claimed", "here", "verdict")
-    claims = (json.loads(line) for line in lines)
-    yield from table(heads, (claim_cells(claim, rows, problems) for claim in claims), text=6)
-
-
-def claim_cells(claim: Record, rows: Mapping[Any, Record], problems: Mapping[str, Problem]) -> Any:
-    """Return a claim's line: it has values of counters or, against another rung, their changes.
-
-    A claim that does not hold is refuted, or true of that GPU only, as ``otherwise`` says.
-    """
-    rung, against = claim["rung"], claim.get("against")
-
-    def measured(name: str, counter: str) -> float:
-        row, problem = rows[claim["problem"], name], problems[claim["problem"]]
-        if counter == "seconds":
-            return float(row["seconds"])
-        counters = row["counters"]
-        if counter == "dram_write_bytes / result":
-            return float(counters["dram_write_bytes"] / problem.result_bytes)
-        if counter == "flops / float64 loaded":
-            return float(problem.flops * 8 / (counters["load_sectors"] * 32))
-        return float(counters[counter])
-
-    def text(value: float | str) -> str:
-        if isinstance(value, str):
-            return value
-        # A change that rounds to none has no sign.
-        return f"{round(value, 2) or 0:+.0%}" if against else f"{value:.3g}"
-
-    here = {
-        name: measured(rung, name) / measured(against, name) - 1 if against
-        else measured(rung, name)
-        for name in claim["figures"]
-    }  # fmt: skip
-    right = all(holds(claim["figures"][name], value, bool(against)) for name, value in here.items())
-    return (
-        claim["source"], claim["text"], f"{rung} against {against}" if against else rung,
-        "; ".join(f"`{name}` {text(claimed)}" for name, claimed in claim["figures"].items()),
-        "; ".join(map(text, here.values())),
-        "confirmed" if right else claim["otherwise"],
-    )  # fmt: skip
-
-
-def holds(claimed: float | str, measured: float, change: bool) -> bool:
-    """Return whether a value is near the claimed one, or a change at least half as large."""
-    if isinstance(claimed, str):
-        return measured < -_NOISE if claimed == "less" else measured > _NOISE
-    if claimed and change:
-        return measured / claimed >= 0.5 and abs(measured) >= _NOISE
-    return abs(measured - claimed) <= 0.1 * max(abs(claimed), 1)
-
-
 _TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
-    "claims": _claims,
     "devices": _devices,
     "fp8": _fp8_errors,
     "policy": _policy,

@@ -146,13 +146,6 @@ class Problem:
         """The rungs and the peers."""
         return self.rungs + self.peers
 
-    @property
-    def result_bytes(self) -> int:
-        """The bytes of the result."""
-        with self.types_enabled():
-            out = jax.eval_shape(self.peers[0], *self.operands)
-        return int(out.size * out.dtype.itemsize)
-
     def types_enabled(self) -> AbstractContextManager[Any]:
         """Return a context in which the operands' types exist."""
         wide = any(operand.dtype.itemsize == 8 for operand in self.operands)
