@@ -1,4 +1,4 @@
-"""``jax_kernel``: functions with loops as one kernel, against ``vmap`` and kernels by hand."""
+"""``jax_kernel``: functions with loops as one kernel, against ``vmap``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 import jax_tilekern as jtk
-from benchmarks import lanes_by_hand
 from benchmarks.programs import Program, ProgramCommand
 
 _GROUP = "`kernel` against `vmap`"
@@ -74,15 +73,8 @@ def _kalman(transition: Any, observed: Any) -> Any:
     return mean
 
 
-def _sides(
-    function: Callable[[Callable[..., Any]], Callable[..., Any]],
-    by_hand: Callable[..., Any] | None = None,
-) -> dict[str, Any]:
-    sides: dict[str, Any] = {side: function(map_) for side, map_ in _MAPS.items()}
-    # Kernels that are written by hand have no reference.
-    if by_hand is not None and jax.default_backend() == "gpu":
-        sides["by hand"] = by_hand
-    return sides
+def _sides(function: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
+    return {side: function(map_) for side, map_ in _MAPS.items()}
 
 
 def _starts(lanes: int) -> tuple[Any, Any]:
@@ -116,10 +108,9 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
 
     for lanes in (20, 50) if tiny else (10_000, 1_000_000):
         starts = functools.partial(_starts, lanes)
-        by_hand = lanes_by_hand.lorenz(lanes, steps, _STEP)
-        sides = _sides(forward, by_hand)
+        sides = _sides(forward)
         yield _program(f"Lorenz, {steps} steps of {lanes}", starts, sides, group=_GROUP)
-        sides = _sides(gradient, lanes_by_hand.lorenz_gradient(lanes, steps, _STEP))
+        sides = _sides(gradient)
         # What the call saves: everything, states, or some states.
         for name, checkpoint in (("all saved", None), ("states", 1), ("chunks", 32)):
             sides[name] = gradient(functools.partial(jtk.kernel, checkpoint=checkpoint))
@@ -131,7 +122,7 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     def numbers() -> tuple[Any, ...]:
         return (jnp.arange(1, lanes + 1, dtype=jnp.uint32),)
 
-    sides = _sides(lambda map_: map_(_collatz), lanes_by_hand.collatz(lanes))
+    sides = _sides(lambda map_: map_(_collatz))
     yield _program(f"Collatz of {lanes}", numbers, sides, group=_GROUP)
 
     chains = 20 if tiny else 10_000
@@ -140,16 +131,14 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         return (jax.random.split(jax.random.key(1), chains),)
 
     sampler = functools.partial(_metropolis, steps)
-    sides = _sides(lambda map_: map_(sampler), lanes_by_hand.metropolis(chains, steps))
+    sides = _sides(lambda map_: map_(sampler))
     yield _program(f"Metropolis of {chains}", keys, sides, group=_GROUP)
 
     filters, length = (10, 5) if tiny else (100_000, 100)
     yield _program(
         f"Kalman filter of {filters}",
         functools.partial(_series, filters, length),
-        _sides(
-            lambda map_: map_(_kalman, in_axes=(None, 0)), lanes_by_hand.kalman(filters, length)
-        ),
+        _sides(lambda map_: map_(_kalman, in_axes=(None, 0))),
         group=_GROUP,
     )
 

@@ -472,28 +472,32 @@ class _Run:
                 right.append((case, result))
             elif not self._finish(result):
                 return False
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_deadline(cases[0].row.name))
-            if jax.default_backend() == "cpu":
-                times = []
-                for case, _ in right:
-                    with case.row.types_enabled():
-                        times.append(case.times_on_cpu(self.arguments.seconds))
-            else:
-                times = self._times([case for case, _ in right], sample) if right else []
-        found = zip(right, times, strict=True)
-        return all(self._finish(result | of_row.fields()) for (_, result), of_row in found)
+        if not right:
+            return True
+        with _deadline(cases[0].row.name):
+            found = self._times([case for case, _ in right], sample)
+        pairs = zip(right, found, strict=True)
+        return all(self._finish(result | of_row) for (_, result), of_row in pairs)
 
-    def _times(self, cases: Sequence[Case], sample: bool) -> list[Times]:
+    def _times(self, cases: Sequence[Case], sample: bool) -> list[Record]:
+        """Return what the record has of the times of some rows."""
+        seconds = self.arguments.seconds
+        if jax.default_backend() == "cpu":
+            result = []
+            for case in cases:
+                with case.row.types_enabled():
+                    result.append(case.times_on_cpu(seconds).fields())
+            return result
         runs = []
         for case in cases:
             with case.row.types_enabled():
                 runs.append(case.runs(self.l2_bytes))
         if sample:
-            return times_of_rows(runs, self.arguments.seconds)
-        for each in runs:
-            _warm_up(each)
-        return times_of_rows(runs, self.arguments.seconds, _ROUNDS, _MOST_CALLS)
+            return [times.fields() for times in times_of_rows(runs, seconds)]
+        (each,) = runs
+        _warm_up(each)
+        (times,) = times_of_rows(runs, seconds, _ROUNDS, _MOST_CALLS)
+        return [times.fields() | _sm_mhz(each["ours"])]
 
     def _finish(self, result: Record) -> bool:
         """Record and show a row, and say whether the device still answers."""
@@ -530,6 +534,16 @@ def fields_of(row: Row) -> Record:
         "name": row.name, "group": row.group, **text, "target": dict(row.target),
         **{key: value for key, value in limits.items() if value},
     }  # fmt: skip
+
+
+def _sm_mhz(run: Callable[[], Any]) -> dict[str, int]:
+    """Return the clock of the first GPU's SMs while it works, where the driver says it."""
+    with ThreadPoolExecutor(1) as other_thread:
+        looking = other_thread.submit(machine.facts, "nvidia_smi")
+        while not looking.done():
+            ready(run())
+    gpus = looking.result()[0].get("nvidia_smi")
+    return {"sm_mhz": int(gpus[0]["clocks.sm"].split()[0])} if gpus else {}
 
 
 def _warm_up(runs: Runs) -> None:

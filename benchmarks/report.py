@@ -176,6 +176,8 @@ def _summary(record: Record, ceilings: Ceilings) -> Iterator[str]:
             f"The host's clock over the profiler, of {len(clocks)} calls longer than "
             f"{duration(_LONG_CALL)}: median {np.median(clocks):.3f}, at most {max(clocks):.3f}."
         )
+    if mhz := [row["sm_mhz"] for row in timed if "sm_mhz" in row]:
+        yield f"SMs at {min(mhz)} to {max(mhz)} MHz."
     methods = Counter(row["method"] for row in timed if "method" in row)
     yield from (f"{count} rows: {method}." for method, count in methods.items())
     for what, names in {

@@ -1,12 +1,10 @@
 """Programs of ``python -m benchmarks``, and what is measured where sides fail."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nvrtc_mark import needs_nvrtc
 
-from benchmarks import lanes_by_hand, moe, programs, record
+from benchmarks import moe, programs, record
 from benchmarks.command_line import main
 
 # The wheel does not hold what is tested here: see tests/README.md.
@@ -107,20 +105,3 @@ def test_functions_with_loops(tmp_path):
     errors = [error for row in record.read(file)["rows"] for error in row["error"].values()]
     assert len(errors) == 22
     assert max(errors) < 1e-4
-
-
-@needs_nvrtc
-def test_kernels_by_hand_compile():
-    lanes, steps = 100, 10
-
-    def struct(*shape, dtype=np.float32):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    start, numbers = struct(lanes, 3), struct(lanes, dtype=np.uint32)
-    for kernel, inputs in (
-        (lanes_by_hand.lorenz(lanes, steps, 0.1), (start, struct(3))),
-        (lanes_by_hand.collatz(lanes), (numbers,)),
-        (lanes_by_hand.kalman(lanes, steps), (struct(6, 6), struct(lanes, steps))),
-    ):
-        report = kernel.report(*inputs, gpu="sm_90")
-        assert (report.spill_bytes, report.stack_bytes) == (0, 0)
