@@ -1,4 +1,4 @@
-"""What each primitive of ``jax.lax`` is in CUDA: a function of ``ffi/cuda/scalar_functions.cuh``.
+"""The CUDA of each primitive of ``jax.lax``: a function of ``ffi/cuda/scalar_functions.cuh``.
 
 A primitive that is in no table here is computed by XLA, after the product.
 """

@@ -31,7 +31,7 @@ _NOT_ELEMENTWISE = frozenset(
     }
 )  # fmt: skip
 
-# What each kind of function takes, and how it may read an array.
+# The operands of each kind of function, and how it may read an array.
 _KINDS = {
     "epilogue": (
         "an epilogue is a function of scalars, one element of the product and one of each operand",

@@ -1,4 +1,4 @@
-"""Elementwise equations evaluated on scalars: what an epilogue is traced from."""
+"""Elementwise equations evaluated on scalars, from which an epilogue is traced."""
 
 from __future__ import annotations
 

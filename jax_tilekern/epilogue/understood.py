@@ -103,8 +103,8 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 _HAVE_ACCURACY = "cbrt cos erfc exp exp2 expm1 log log1p log2 logistic rsqrt sin sqrt tan tanh"
 
-# The parameters of primitives of scalars and of elements, and of those that are inlined. Others of
-# these have none.
+# The parameters of primitives of scalars and of elements, and of inlined primitives. A primitive
+# without an entry has no parameters.
 PARAMETERS: dict[str, Parameters] = {
     **{name: {"accuracy": absent} for name in _HAVE_ACCURACY.split()},
     "mul": {"out_dtype": absent},

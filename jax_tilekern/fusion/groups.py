@@ -78,7 +78,7 @@ def product_of(eqn: Any) -> TracedProduct | None:
         )
     else:
         contraction = params["contraction"]
-    # With an epilogue, rows of no group are zeros, whatever the function of zero is.
+    # Rows of no group are zeros after an epilogue too, even if its function of zero is not zero.
     if contraction.group is not None:
         return None
     (out,) = eqn.outvars
@@ -123,7 +123,7 @@ class _Finder:
         self._readings = [
             readings(eqn, eqn.outvars[0].aval.shape) if eqn.outvars else None for eqn in self._eqns
         ]
-        # What groups compute, and the equations that are parts of epilogues.
+        # The values that groups compute, and the equations that are parts of epilogues.
         self._given, self._fused = set[Any](), set[int]()
         self._uses: dict[Any, set[_Use]] = defaultdict(set)
         self._add_use(jaxpr.outvars, _Use(math.inf, None, stored=True))

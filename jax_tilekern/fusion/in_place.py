@@ -1,8 +1,8 @@
 """Which operands of epilogues have their memory taken by results.
 
 A product's result that an epilogue is the last to read needs no memory beside that of the
-epilogue's own result. What else reads it must be a product that the epilogue's depends on: an
-elementwise equation may run later than it stands, as a part of a fusion of XLA's.
+epilogue's own result. Any other reader must be a product on which the epilogue's product depends:
+an elementwise equation may run later than it stands, as a part of a fusion of XLA's.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a call runs: ``explain``, cost analysis, and reports on kernels."""
+"""Reports on a call: ``explain``, cost analysis, and the resources of kernels."""

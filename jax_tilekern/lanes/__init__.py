@@ -3,5 +3,5 @@
 ``keys.py`` replaces typed random keys by their data, ``text.py`` writes the kernel of a jaxpr.
 ``writer.py`` writes equations: scalars by ``epilogue/cuda_text.py``, arrays by ``arrays.py``,
 ``indexing.py``, ``reductions.py`` and ``sorts.py``, factorizations by ``linear_algebra.py``, loops
-and branches by ``control_flow.py``. ``values.py`` says what a value is.
+and branches by ``control_flow.py``. ``values.py`` has the values that equations read and write.
 """

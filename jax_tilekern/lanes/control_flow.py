@@ -93,7 +93,7 @@ def _assign(writer: LaneWriter, variables: Sequence[_Variable], values: Sequence
             (buffer, writer.copied(value) if buffers & value.buffers else value)
             for buffer, value in copies
         ]
-    # What broadcasts a scalar variable reads it.
+    # Variables that broadcast a scalar variable read that one.
     for buffer, value in copies:
         writer.filled(value, buffer)
     for statement in pending:
@@ -116,7 +116,7 @@ def _finished(writer: LaneWriter, variables: Sequence[_Variable]) -> list[Value]
 @rule(
     "scan",
     **all_of("reverse length jaxpr unroll"),
-    # How many operands are constants and carried: of jax 0.10, and from 0.11 on.
+    # The number of constants and of carried operands: in jax 0.10, and from 0.11 on.
     **all_of("num_consts num_carry ft_in ft_out"),
 )
 def _scan(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
@@ -170,7 +170,7 @@ def _while(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) 
                 goes_on = writer.copied(goes_on)
                 any_goes_on = accumulated(writer, goes_on.dtype, "or", goes_on.shape, goes_on.at)
             writer.line(f"if (!({any_goes_on})) break;")
-        # Where elements end for themselves, the body must not overwrite those that have.
+        # If each element ends at its own step, the body must not overwrite ended elements.
         with writer.body_of_loop() if goes_on.shape else _body(writer, variables):
             results = writer.jaxpr(body, [*known, *(x.value for x in variables)])
             if goes_on.shape:

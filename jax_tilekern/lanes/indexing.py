@@ -17,7 +17,7 @@ from jax_tilekern.lanes.writer import LaneWriter, rule
 
 _GATHER_AND_SCATTER_PARAMETERS = {
     **all_of("dimension_numbers indices_are_sorted unique_indices"),
-    # What becomes of indices out of bounds. CUDA clips those that are promised to be inside.
+    # The treatment of indices out of bounds. CUDA clips indices that are promised to be inside.
     "mode": one_of(
         lax.GatherScatterMode.CLIP,
         lax.GatherScatterMode.FILL_OR_DROP,

@@ -18,7 +18,7 @@ from jax_tilekern.epilogue.understood import (
 )
 from jax_tilekern.interop import compat
 
-# What moves keys moves each word of their data alike.
+# Primitives that move keys: they move each word of the data alike.
 _MOVES = frozenset(
     {
         "broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "dynamic_update_slice",
@@ -141,7 +141,7 @@ def _seed(eqn: Any, seeds: Any) -> Any:
     return _for_each_key(function, jnp.asarray(seeds), 0)
 
 
-# What each primitive is, and the parameters that it understands.
+# The translation of each primitive, and the parameters that it understands.
 _RANDOM: dict[str, tuple[Callable[..., Any], Parameters]] = {
     "random_split": (_split, all_of("shape")),
     "random_bits": (_bits, all_of("bit_width shape")),

@@ -92,7 +92,7 @@ def one_call(
 
 
 # Meaning. The operands are the arrays, the first expert that these have, and the share of a device
-# in ``b_down``: each of those that add up columns of hidden values would add all of it.
+# in ``b_down``: each of the devices that add up columns of hidden values would add all of it.
 
 
 def _reference(*operands: Array, names: Names, **params: Any) -> Array:
@@ -237,7 +237,7 @@ def _rule_of_cotangents(
 
 
 def _localised(shard: Shard, *operands: Array, **_: Any) -> list[Array]:
-    """Give a device its first expert, and ``b_down`` to the first of those that add it."""
+    """Give a device its first expert, and ``b_down`` to the first of the devices that add it."""
     *others, first, share = operands
     if shard.is_split(EXPERTS):
         first = first + shard.start(EXPERTS)

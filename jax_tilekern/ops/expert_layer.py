@@ -40,7 +40,8 @@ DIMS = {
     "b_up": ("experts", "hidden"), "b_gate": ("experts", "hidden"),
     "b_down": ("experts", "features"), "indices": ("tokens", "k"), "weights": ("tokens", "k"),
 }  # fmt: skip
-# What the backward pass does not compute again: the first products, and the order of tokens.
+# The values that the backward pass does not compute again: the first products, and the order of
+# tokens.
 SAVED = "jax_tilekern.moe"
 _saved = functools.partial(checkpoint_name, name=SAVED)
 

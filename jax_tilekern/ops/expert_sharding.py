@@ -91,12 +91,12 @@ class _Split:
 
     @property
     def scattered(self) -> Axes:
-        """Those of tokens along which every device has all tokens, and a part of their sums."""
+        """Axes of tokens along which every device has all tokens, and a part of their sums."""
         return tuple(axis for axis in self.tokens if axis in self.summed)
 
     @property
     def own_tokens(self) -> Axes:
-        """Those of tokens along which a device has its own."""
+        """Axes of tokens along which a device has its own tokens."""
         return _without(self.tokens, self.summed)
 
     @property

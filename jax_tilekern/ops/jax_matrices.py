@@ -90,7 +90,7 @@ _PARTS: dict[str, tuple[Callable[..., Any], dict[str, str], Refusal]] = {
         refusal_of_square,
     ),
 }
-# What other parameters ask for that no kernel computes.
+# Parameters that ask for results which no kernel computes.
 _UNUSUAL = ("subset_by_index", "pivoting")
 
 

@@ -179,7 +179,7 @@ def _described(arrays: Iterable[Any]) -> str:
     return ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
 
 
-# What a call is lowered to.
+# Lowering.
 
 
 def _sharding_rule(*avals: Any, settings: KernelSettings, **call: Any) -> ShardingRule:

@@ -53,7 +53,7 @@ class Parameters(Mapping[str, Any]):
         self._key = (own, self.modes)
 
     def with_values(self, values: Mapping[str, Any]) -> Parameters:
-        """Return parameters with further values, in the same modes."""
+        """Return parameters with more values, in the same modes."""
         return Parameters(self._kernel, {**self._values, **values}, self.modes)
 
     @property
@@ -88,7 +88,7 @@ def _exact(value: Any) -> tuple[str, Any]:
 
 
 class Use(NamedTuple):
-    """What settings may depend on, in one call."""
+    """The properties of a call on which settings may depend."""
 
     inputs: tuple[Array, ...]  # without the dimensions of batches
     parameters: Parameters

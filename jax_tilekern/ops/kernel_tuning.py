@@ -31,7 +31,7 @@ class TunableCall:
 
     @property
     def digest(self) -> str:
-        """A digest of the source and of what may be chosen."""
+        """A digest of the source and of the values to choose from."""
         source = self.settings.source
         parts = (
             (source.text, *map(str, sorted(source.headers.items())))
@@ -51,7 +51,7 @@ class TunableCall:
         return f"cuda_kernel {self.settings.label}({self.use}){batches}"
 
     def candidates(self) -> dict[str, Parameters]:
-        """Return the parameters to choose from, by what is chosen; the first are the default."""
+        """Return the parameters to choose from, by their key; the first are the default."""
         return {
             key_of(values): self.use.parameters.with_values(values)
             for values in self.settings.candidates(self.use.parameters)

@@ -1,4 +1,4 @@
-"""What reverse mode saves of a loop of lanes, and what it computes again.
+"""The values of a loop of lanes that reverse mode saves, and those that it computes again.
 
 Without checkpoints a loop saves what the derivative of each step needs. With checkpoints it saves
 the state that it carries before every ``every`` steps, and computes the steps, and the states
@@ -18,12 +18,12 @@ from jax import lax
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import partial_eval
 
-# "auto" for a choice by what would be saved, ``None`` for no checkpoints, or the steps between two.
+# "auto" for a choice by the bytes to save, ``None`` for no checkpoints, or the steps between two.
 Checkpoint = Literal["auto"] | int | None
 
-# What a call of all lanes may save in "auto". A GPU writes and reads as much in 0.2 ms. It computes
-# tens of operations in the time that it takes to save a number and read it, so half as much saved
-# memory is worth a second computation.
+# The bytes that a call of all lanes may save in "auto". A GPU writes and reads as many in 0.2 ms.
+# It computes tens of operations in the time that it takes to save a number and read it, so half as
+# much saved memory is worth a second computation.
 MAX_SAVED_BYTES = 256 << 20
 # Loops of up to so many steps have no checkpoints of their own.
 _SHORT_LOOP = 8

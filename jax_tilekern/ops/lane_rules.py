@@ -1,4 +1,4 @@
-"""How a call of lanes is differentiated and divided: each rule makes jaxprs of one lane.
+"""The rules by which a call of lanes is differentiated and divided: each makes jaxprs of one lane.
 
 A call evaluates ``jaxpr`` for every lane. ``operand_axes`` and ``result_axes`` say, for each
 dimension of lanes, outermost first, which dimension of an array it is; ``None`` for an operand that

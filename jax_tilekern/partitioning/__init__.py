@@ -1,1 +1,1 @@
-"""How a call is shared out among the devices of a mesh."""
+"""Partitioning of a call among the devices of a mesh."""

@@ -1,7 +1,7 @@
-"""Whether the processes of a program choose kernels by the same data.
+"""A check that the processes of a program choose kernels by the same data.
 
-Each process plans the calls on its own devices. If what it knows of them differs from what another
-process knows, their kernels differ, and so may the bits of values that both have.
+Each process plans the calls on its own devices. If its data of a device differ from the data of
+another process, their kernels differ, and so may the bits of values that both have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax_tilekern.plans.policy.model import data_digest
 from jax_tilekern.plans.tuned import tuned_digest
 
 _lock = threading.Lock()
-# What this process has told the others of each device, first to last.
+# The digests that this process has told the others for each device, first to last.
 _told: dict[str, list[str]] = {}
 
 

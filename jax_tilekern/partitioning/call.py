@@ -105,7 +105,7 @@ def lower_partitioned(
     ``explain``.
     """
     rule = operation.rule(*ctx.avals_in, **params)
-    # Devices may share what they all have, and XLA does not say how many they are.
+    # Devices may share work on arrays that all have, and XLA does not pass the number of devices.
     text = _text(operation, platform, params, xla.devices_of(ctx) if rule.shared else 1)
     await_partition(text, described, ctx, platform)
     if rule.results_follow is not None:

@@ -19,13 +19,13 @@ from jax_tilekern.partitioning.rule import Dims, ShardingRule
 
 # The work of a device, in operations or in bytes of its own memory, while a link sends one byte. An
 # H100 or H200 computes 800 TFLOP/s in 16 bits and moves 3 to 4 TB/s; NVLink sends 300 to 400 GB/s.
-# What is sent is read and written in memory as well, so that memory counts a fifth of that.
+# Bytes that are sent are read and written in memory as well, so that memory counts a fifth of that.
 _FLOPS_PER_LINK_BYTE = 2000
 _MEMORY_BYTES_PER_LINK_BYTE = 50
 # The axes that split each label. A dimension without a label is whole.
 _Axes = Mapping[int | None, tuple[int, ...]]
-# Axes are chosen one after the other. In the first round an axis does not know the choices of those
-# that follow.
+# Axes are chosen one after the other. In the first round an axis does not know the choices of the
+# later axes.
 _ROUNDS = 2
 
 

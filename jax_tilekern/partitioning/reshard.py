@@ -36,7 +36,7 @@ class ReshardStep(NamedTuple):
 
 
 def reshard_steps(have: Spec, want: Spec) -> list[ReshardStep]:
-    """Return the steps from one spec to another, those that make an array smaller first."""
+    """Return the steps from one spec to another; steps that make an array smaller come first."""
     steps: list[ReshardStep] = []
     while have != want:
         steps.append(_next_step(have, want))

@@ -50,8 +50,8 @@ class ShardingRule:
     # Labels along which devices may gather operands that are split alike: parts of a result that
     # lacks the label may be larger than the operands.
     gatherable: frozenset[int] = frozenset()
-    # The operand whose sharding the results take where operands are sharded differently. Without it
-    # XLA may replicate the results then.
+    # The operand whose sharding the results take where operands are sharded differently. If it is
+    # None, XLA may replicate the results in this case.
     results_follow: int | None = None
 
     @property
@@ -87,7 +87,7 @@ class ShardingRule:
 
     @property
     def splittable(self) -> frozenset[int]:
-        """Labels that may be split: those of every result, and those that results reduce."""
+        """Labels that may be split: labels of every result, and labels that results reduce."""
         if self.each_result_is_a_sum:
             return frozenset(self.sizes)
         kept = [set(dims) for dims in self.results]

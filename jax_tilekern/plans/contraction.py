@@ -1,4 +1,4 @@
-"""From labelled dimensions to the strided matrix product that a kernel computes.
+"""Contractions of labelled dimensions, and the strided matrix products that kernels compute.
 
 Any ``lax.dot_general``, any gradient of one and any ``vmap`` of either is a contraction of two
 operands whose dimensions carry labels, as in ``einsum``. A label is a *batch* dimension (in both
@@ -28,7 +28,7 @@ from jax_tilekern.plans.grouped_gemm.problem import MAX_GROUP_BATCH_DIMS, Groupe
 Labels = tuple[int, ...]
 
 
-# Those of ``lax.dot_general``.
+# The dimension numbers of ``lax.dot_general``.
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
@@ -127,7 +127,7 @@ class Contraction:
 
     @property
     def dot_general_out(self) -> Labels:
-        """Labels of what ``lax.dot_general`` with these dimension numbers returns."""
+        """Labels of the result of ``lax.dot_general`` with these dimension numbers."""
         rows = tuple(x for x in self.lhs if x in self.rows)
         columns = tuple(x for x in self.rhs if x in self.columns)
         return self.batch + rows + columns
@@ -215,7 +215,7 @@ def _present(label: int | None) -> Labels:
 
 
 def _letters(batch: Labels, rows: Labels, columns: Labels, contracted: Labels) -> dict[int, str]:
-    """Return a letter for each label, by what the label is."""
+    """Return a letter for each label, by its kind."""
     names: dict[int, str] = {}
     for labels, choice in (
         (batch, "bcdefh"),

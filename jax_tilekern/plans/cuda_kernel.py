@@ -102,7 +102,7 @@ class KernelCall:
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """What the kernel's parameters get, in their order."""
+        """The arguments for the kernel's parameters, in their order."""
         strides = [f"the stride of {name}" for name in self._array_names]
         return (
             *(

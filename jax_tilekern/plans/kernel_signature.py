@@ -23,7 +23,7 @@ _KERNEL = re.compile(
     r"__global__\b[^;{}]*?\b(\w+)\s*\(([^()]*(?:\([^()]*(?:\([^()]*\)[^()]*)*\)[^()]*)*)\)\s*\{"
 )
 _TEMPLATE = re.compile(r"\btemplate\s*<[^;{}]*$")
-# Words that do not change what a parameter is.
+# Words that do not change the type of a parameter.
 _NO_MATTER = re.compile(
     r"\b(volatile|__restrict__|__restrict|__grid_constant__|struct|class|typename)\b"
     r"|\balignas\s*\([^()]*\)|\[\[[^\]]*\]\]"
@@ -34,7 +34,7 @@ _BUILTIN = {"unsigned", "signed", "int", "long", "short", "char", "float", "doub
 
 @dataclass(frozen=True)
 class Element:
-    """What a pointer points to, or a scalar is."""
+    """The type of the elements behind a pointer, or of a scalar."""
 
     dtype: np.dtype[Any] | None  # the type of each component; None for bytes, which any array is
     lanes: int = 1  # components of a vector type such as float4, or 1
@@ -45,7 +45,7 @@ class Element:
 
     @property
     def alignment(self) -> int:
-        """What its address is a multiple of."""
+        """The number of bytes of which its address is a multiple."""
         return min(self.bytes // self.lanes if self.lanes == 3 else self.bytes, 16)
 
 
@@ -64,7 +64,7 @@ class ParameterType:
 
 @dataclass(frozen=True)
 class Argument:
-    """What a call passes for a parameter."""
+    """The argument of a call for a parameter."""
 
     kind: Literal["buffer", "tensor map", "scalar"]
     text: str  # how messages call it

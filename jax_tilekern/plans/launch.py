@@ -417,7 +417,7 @@ def overlapping(gpu: Gpu, *launches: Launch) -> tuple[Launch, ...]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the devices along a mesh axis send each other while they run a plan.
+    """The data that devices along a mesh axis send each other while they run a plan.
 
     The plan multiplies a part of a matrix. In a *gather* a device has a shard of the matrix, which
     it sends to the others, and multiplies all shards. In a *scatter* it has all rows, and sends
@@ -449,7 +449,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What one custom call does: launches in order, over its operands, results and workspaces."""
+    """The launches of one custom call, in order, over its operands, results and workspaces."""
 
     name: str  # in errors, in the HLO and in explain
     gpu: Gpu

@@ -35,7 +35,7 @@ _LINK_BYTES = 268e3
 # The least share of a product and its collective that is hidden. Large products, which hide less,
 # are as fast one after the other (docs/tuning-log.md).
 _LEAST_HIDDEN = 0.15
-# What has been measured, and is therefore taken by default: the devices of a mesh axis, and the
+# The limits of the measurements, and therefore of the default: the devices of a mesh axis, and the
 # bytes that a device sends to another one.
 _MOST_DEVICES = 2
 _LEAST_BYTES = 16 << 20
@@ -187,7 +187,7 @@ def scatter_plan(
 
 
 def _reason(part: LaunchPlan, what: str, parts: int) -> str:
-    # What follows the kernel's description compares one part with XLA's product of it.
+    # The text after the kernel's description compares one part with XLA's product of it.
     kernel, *_ = part.reason.partition("; ")
     return f"{kernel}; {what} in {parts} part{'s' * (parts > 1)} meanwhile"
 

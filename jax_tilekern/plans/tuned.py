@@ -3,7 +3,7 @@
 They are stored in JSON files, one for each choice, in the user's data folder and not in a cache:
 they cost minutes of a GPU, and nothing measures them again by itself. They are advice: an entry
 that is no longer valid is ignored with one warning. An entry remains when the kernels change (it
-has the digest of those that were measured), until the product is tuned again.
+has the digest of the measured kernels), until the product is tuned again.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SCHEMA = 1
 
 @dataclass(frozen=True)
 class TunedChoice:
-    """What was measured of one product, or of one call of a user's kernel."""
+    """The measurements of one product, or of one call of a user's kernel."""
 
     winner: str  # The ``key`` of the candidate to run, or :data:`XLA`.
-    model: str  # key of what the cost model chose at that time
+    model: str  # the key of the cost model's choice at that time
     microseconds: Mapping[str, float] = field(hash=False)  # of everything that was measured, by key
-    method: str  # what the times are, for example "device time"
+    method: str  # the kind of the times, for example "device time"
     digest: str  # of the kernels and the planners that were measured
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ def product_text(product: Product) -> str:
 
 
 class TunedChoices:
-    """The tuned choices of every GPU model: those of a folder, and those that were loaded.
+    """The tuned choices of every GPU model: the files of a folder, and the files that were loaded.
 
     Files are read when a product of their GPU is first planned, and once.
 

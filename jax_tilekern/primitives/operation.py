@@ -179,8 +179,8 @@ class Operation:
         :class:`~jax_tilekern.partitioning.call.PartitionedOperation`.
     source
         ``source(operands, **params)`` looks through what transposes operands: it returns the
-        operands where they lie and the parameters of the call on them. What a call is lowered to
-        on each device sees no further than its own operands.
+        operands where they lie and the parameters of the call on them. The lowering of a call
+        on each device sees its own operands only.
     in_float32
         ``in_float32(**params)`` returns the parameters of a call that gives in float32 the results
         that are combined over devices.

@@ -27,7 +27,7 @@ Split = tuple[Any, Any, Sequence[bool], Sequence[bool], list[compat.Var]]
 
 
 class Saved(NamedTuple):
-    """What is saved of a call with several results where a policy saves the product in it."""
+    """The saved result of a call with several results, if a policy saves the product in it."""
 
     position: int  # which result is saved
     # Others(saved, *operands) gives the other results from it and the operands after the first two.

@@ -1,4 +1,4 @@
-"""What reductions to segments read, and what they mean."""
+"""The operands of reductions to segments, and the meaning of a call."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ params_text.register(SegmentCall, vars, lambda fields: SegmentCall(**fields))
 class EdgeOperands(NamedTuple):
     """The operands of a call."""
 
-    arrays: tuple[Any, ...]  # rows, whose further dimensions are the same or of size 1
+    arrays: tuple[Any, ...]  # rows, whose other dimensions are the same or of size 1
     indices: tuple[Any, ...]  # a number of a row for each edge
     plans: tuple[tuple[Any, Any], ...]  # order and bounds of the planned indices
     keys: Any  # the bin of each edge
@@ -90,7 +90,7 @@ class EdgeOperands(NamedTuple):
         return [*self.arrays, *self.indices, *plans, self.keys, *self.order, self.bounds]
 
 
-# What binds the operation.
+# The function that binds the operation.
 Reduce = Callable[[EdgeOperands, SegmentCall], Array]
 
 

@@ -1,8 +1,8 @@
 """Segment ids as keys of bins.
 
-Bin 0 has what lies before the segments, bin ``segments + 1`` what lies behind them, and the bins of
-a batch follow those of the one before. A key is the number of its bin, less one; lower keys are of
-the first bin, higher ones of the last. So ids are keys, if they are int32.
+Bin 0 has the ids before the first segment, bin ``segments + 1`` the ids after the last one. The
+bins of a batch follow the bins of the batch before it. A key is the number of its bin, less one;
+lower keys are of the first bin, higher keys of the last. So int32 ids are keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax import Array
 def keys_of(ids: Array, segments: int, *, clip: bool = False) -> Array:
     """Return the int32 key of each id, of any integer type.
 
-    With ``clip``, ids out of bounds are those of the first and the last segment; otherwise of none.
+    With ``clip``, ids out of bounds belong to the first or the last segment; otherwise to none.
     """
     if clip and segments:
         return clipped(ids, 0, segments - 1)

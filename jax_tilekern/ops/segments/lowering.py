@@ -1,4 +1,4 @@
-"""What a reduction to segments is lowered to: a kernel, or the reason why there is none."""
+"""The lowering of a reduction to segments: a kernel, or the reason why there is none."""
 
 from __future__ import annotations
 

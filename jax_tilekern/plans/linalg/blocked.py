@@ -33,7 +33,7 @@ _LIBRARY_RATE = {_F32: 20e12, _F64: 30e12}
 _CHAIN = 4
 # Operations per second of large products.
 _PRODUCT_RATE = {_F32: 190e12, _F64: 50e12}
-# Seconds of the smallest products. Those in float32 split their operands first.
+# Seconds of the smallest products. Products in float32 split their operands first.
 _PRODUCT_SECONDS = {_F32: 15e-6, _F64: 8e-6}
 _BYTES_PER_SECOND = 3e12
 # How often a matrix is read or written besides the products.

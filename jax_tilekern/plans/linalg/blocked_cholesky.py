@@ -115,7 +115,7 @@ class _Factorization:
     count: int
     size: int
     factor: Buffer  # the result
-    # What is left to factor, extended to whole blocks. The matrices of a batch follow one another.
+    # The rows left to factor, extended to whole blocks. The matrices of a batch follow one another.
     matrix: Matrix
     # The hi and lo parts of each row of the factors, and its exponent.
     parts: Buffer

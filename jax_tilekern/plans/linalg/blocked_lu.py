@@ -231,7 +231,7 @@ class Elimination:
     def _factor_block(self, matrix: Matrix, spaces: Workspaces, first: int) -> Iterator[Launch]:
         """Yield the launches that find the pivots of a block's columns and eliminate below them.
 
-        Those after the first block run beside what follows them.
+        After the first block, they run beside the launches that follow them.
         """
         rows = self.size - first
         block = matrix.at(first, first)

@@ -38,7 +38,7 @@ class SmallMatrices:
     dtype: np.dtype[Any]  # one of DTYPES
 
     def kernel(self, file: str, name: str, *arguments: int) -> Kernel:
-        """Return a kernel for these matrices, with further template arguments."""
+        """Return a kernel for these matrices, with more template arguments."""
         listed = ", ".join(map(str, (CXX_TYPES[self.dtype], self.size, *map(int, arguments))))
         return Kernel(f"linalg/{file}.cuh", f"tilekern::{name}<{listed}>")
 

@@ -1,8 +1,8 @@
-"""What decides between the library's kernels and XLA's, for every operation and device.
+"""The choice between the library's kernels and XLA's, for every operation and device.
 
 A planner states the workload and proposes candidates; :func:`choose` picks one of them, or XLA's
-own operation. What the choice knows of a device is data, one file a device in ``data/``:
-``python -m benchmarks fit_policy`` fits it to measured calls.
+own operation. The models of devices are data, one file a device in ``data/``:
+``python -m benchmarks fit_policy`` fits them to measured calls.
 """
 
 from jax_tilekern.plans.policy.choice import PolicyChoice, choose, plan_choice

@@ -24,7 +24,7 @@ Device = Gpu | Cpu
 
 @dataclass(frozen=True)
 class PolicyChoice(Generic[_C]):
-    """What computes a call."""
+    """The candidate that computes a call, or XLA."""
 
     candidate: _C | None  # None for XLA's own operation
     reason: str

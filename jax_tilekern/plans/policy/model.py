@@ -77,7 +77,7 @@ class Forest:
 
 @dataclass(frozen=True)
 class OperationModel:
-    """What predicts an operation's times on a device."""
+    """A model of an operation's times on a device."""
 
     xla: Forest  # The logarithm of XLA's time over the roofline's, by the numbers of a workload.
     # The logarithm of a kernel's time over its own estimate, or over XLA's time where it has none,
@@ -92,7 +92,7 @@ class OperationModel:
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """What predicts times on a device."""
+    """A model of the times on a device."""
 
     device: str
     launch: float  # microseconds of the shortest call

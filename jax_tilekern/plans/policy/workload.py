@@ -39,7 +39,7 @@ _MOST_ZEROS = 7
 
 @dataclass(frozen=True)
 class Workload:
-    """What a call computes, as numbers."""
+    """The work of a call, as numbers."""
 
     # "product", "vector product" (that the kernel of sums computes on GPUs), "sum", "transpose" or
     # "add": which model predicts it
@@ -119,7 +119,7 @@ def candidate_numbers(
 
 
 class _Tile(NamedTuple):
-    """What a candidate's key says of a product's tile."""
+    """The tile of a product, from a candidate's key."""
 
     rows: int
     columns: int

@@ -17,8 +17,8 @@ from jax_tilekern.plans.segments.sorted_segments import SortedSegments
 _SCANNED, _FEW, _SORTED = 6.0, 12.0, 15.0
 # A sort: its launches, the launches of each digit after the first, and a million keys of a digit.
 _SORT, _DIGIT, _MILLION_KEYS = 9.0, 9.0, 30.0
-# XLA's scatter: its launch, the time of a million atomic operations, and of each of those of one
-# address. Those of 8 and 16 bits are loops of compare-and-swap.
+# XLA's scatter: its launch, the time of a million atomic operations, and the time of each atomic
+# operation on the same address. Operations of 8 and 16 bits are loops of compare-and-swap.
 _SCATTER = 2.0
 _MILLION_ATOMICS, _MILLION_LOOPS = 4.5, 12.0
 _SAME_FLOAT, _SAME_INTEGER, _SAME_LOOP = 0.02, 0.1, 0.5

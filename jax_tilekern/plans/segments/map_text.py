@@ -35,7 +35,7 @@ class SegmentMap:
 
     @property
     def alignments(self) -> tuple[int, ...]:
-        """What the addresses of the operands and of the index arrays are multiples of."""
+        """The alignment in bytes of the operands and of the index arrays."""
         loads = (
             x.dtype.itemsize * (1 if x.broadcast else self.vector) for x in self.reduction.operands
         )

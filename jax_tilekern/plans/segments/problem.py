@@ -1,4 +1,4 @@
-"""What is reduced to segments."""
+"""Reductions to segments, as their planners see them."""
 
 from __future__ import annotations
 
