@@ -30,8 +30,7 @@ from jax_tilekern.plans.gemm.arithmetic import BF16, F16, FP8
 
 _SIXTEEN_BITS = (F16, BF16)
 _CONVERSION = 2
-# Instructions of logistic, less those of the tanh that it makes unused and of the two operations
-# after the tanh.
+# The instructions of ``logistic(2 x)``, less the instructions of ``(1 + tanh(x)) / 2``.
 _LOGISTIC_FOR_TANH = -7
 
 

@@ -18,7 +18,7 @@ class Translation(NamedTuple):
 
     function: str  # its name in tilekern::lax
     kinds: str  # the operands' numpy.dtype.kind
-    instructions: int = 1  # About those of an evaluation in float32, for cost models.
+    instructions: int = 1  # approximately, of an evaluation in float32, for cost models
     in_float32: bool = True  # whether float32, rounded, computes 16-bit types
 
 
@@ -26,7 +26,7 @@ def _same_name(kinds: str, instructions: Mapping[str, int]) -> dict[str, Transla
     return {name: Translation(name, kinds, cost) for name, cost in instructions.items()}
 
 
-# Costs are those of CUDA's functions on sm_90; XLA's functions have similar ones.
+# Numbers of instructions of CUDA's functions on sm_90. XLA's functions have similar numbers.
 _FUNCTIONS_OF_FLOATS = {
     "exp": 8, "exp2": 4, "expm1": 20, "log": 20, "log1p": 25, "log2": 20,
     "logistic": 10, "digamma": 120,

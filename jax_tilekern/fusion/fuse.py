@@ -27,7 +27,7 @@ from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.scope import Function, entered, settings_of
 
-# Calls whose functions are fused too, whatever else they are.
+# Calls whose functions are fused too.
 _CALLS = frozenset(
     {
         "jit", "closed_call", "eval_jaxpr", "scan", "while", "cond", "remat2", "custom_jvp_call",
@@ -272,7 +272,7 @@ class _Evaluation:
                     for reading in readings
                 ]
                 results.update(zip(eqn.outvars, equation_of_scalars(eqn, read), strict=True))
-            # The product's own type is what it is rounded to.
+            # The kernel rounds the sum to the product's type when it stores it.
             results[source] = sum_of_products
             return [results[x] for x in group.results]
 

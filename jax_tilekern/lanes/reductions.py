@@ -37,7 +37,7 @@ def _highest(dtype: np.dtype[Any]) -> Any:
     return np.iinfo(dtype).max if dtype.kind in "iu" else np.inf
 
 
-# The function of two, and what it is of nothing.
+# The function of two elements, and its neutral element.
 _REDUCTIONS: dict[str, tuple[str, Callable[[np.dtype[Any]], Any]]] = {
     "sum": ("add_any", lambda _: 0),
     "prod": ("mul", lambda _: 1),

@@ -36,8 +36,8 @@ Axes = tuple[int | None, ...]
 class LaneFunction:
     """How a call is named, differentiated and typed."""
 
-    name: str  # the user's function, or what is derived from it
-    checkpoint: Checkpoint  # what reverse mode saves of loops
+    name: str  # of the user's function, or of a function derived from it
+    checkpoint: Checkpoint  # the steps of loops that reverse mode saves
     dtypes: tuple[np.dtype[Any], ...]  # of all values, which decide the modes of rules
 
     @classmethod

@@ -260,7 +260,7 @@ def segment_reduce(
     for i, (x, place) in enumerate(zip(read, places, strict=True)):
         if x.ndim == 0 or (place is None and x.shape[0] != plan.size):
             raise ValueError(f"segment_reduce: array {i} has shape {x.shape} for {plan.size} edges")
-    # Arrays of as many rows share what they are gathered by.
+    # Arrays with the same number of rows share their index arrays.
     keys = [
         None if place is None else (id(place), x.shape[0])
         for x, place in zip(read, places, strict=True)

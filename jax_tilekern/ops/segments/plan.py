@@ -61,7 +61,7 @@ class SegmentPlan:
         return tuple(x for x in (self.keys, self.order, self.bounds) if x is not None)
 
     def __repr__(self) -> str:
-        # A plan that vmap has made has those of a batch.
+        # A plan that vmap has made has the edges of a batch.
         edges = " x ".join(map(str, jnp.shape(self.keys)))
         return f"SegmentPlan({edges} edges, {self.num_segments} segments)"
 

@@ -138,7 +138,7 @@ def by_segments(
     return function(operand, indices, updates)
 
 
-# The rules are those of JAX's primitive, and bind this operation where it updates rows again.
+# The rules of JAX's primitive apply; they bind this operation where they update rows again.
 
 
 def _reference(*operands: Array, reduction: Combiner, **params: Any) -> Array:

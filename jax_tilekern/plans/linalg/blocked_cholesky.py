@@ -42,7 +42,7 @@ _BLOCK = 128
 _PANEL = 32
 # Rows of a CTA below those on the diagonal.
 _ROWS = 32
-# Columns of a product at most. A product computes what is above the diagonal of its columns, too.
+# Maximum columns of a product. A product computes the elements above the diagonal as well.
 _PRODUCT_COLUMNS = 1024
 _COPIED = 32
 

@@ -17,7 +17,7 @@ _ITEMS = (12, 4)
 # Tiles that occupy a GPU.
 _ENOUGH_TILES = 64
 _DIGIT_BITS = 9
-# Every CTA adds up as many counts of tiles as these at most, rather than read those of a scan.
+# Every CTA adds up at most so many counts of tiles. If there are more, a scan adds them up before.
 _SUMMED_COUNTS = 1 << 14
 # Items of the list of edges and ends of bins have numbers of 31 bits.
 MAX_ITEMS = 2**31 - 1
@@ -28,7 +28,7 @@ class IndexSort:
     """A sort of the rows of an array by their keys."""
 
     rows: int  # number of keys, at least one
-    bins: int  # those of keys 0 to bins - 3, and one each for keys below and above
+    bins: int  # bins of keys 0 to bins - 3, and one each for keys below and above
     places: bool = False  # whether the place of each row in the order is a result, too
 
     @property
