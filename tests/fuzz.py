@@ -56,7 +56,7 @@ class Outcome:
     @property
     def known(self):
         """Why the error is larger than it should be, or ``None`` if nobody knows."""
-        types = {x.dtype for x in self.call.operands}
+        types = {x.dtype for x in self.call.operands if x.values is None}
         if types & set(FP8) and any(t.kind in "iu" for t in types):
             return "an integer is rounded to the float of 8 bits that it is multiplied with"
         return None
@@ -66,8 +66,8 @@ class Outcome:
         return f"{ratio:>8}  {self.mode:5}  {self.call}\n          {self.detail}"
 
 
-def run(draw, call):
-    """Compute a call in a mode that is drawn, and compare."""
+def run(draw, call, policy=None, own_types=False):
+    """Compute a call in a mode that is drawn, and compare; by default, a policy is drawn, too."""
     host = call.operation.startswith("out_of_core")
     modes = ["eager"] if host else [m for m in MODES if m != "grad" or call.cotangent_errors]
     mode = draw.one(*modes)
@@ -123,8 +123,8 @@ def run(draw, call):
     wide_types = any(x.dtype.name in ("float64", "complex128") for x in call.operands)
     # Small complex products are XLA's at the defaults.
     as_real = any(x.dtype in COMPLEX for x in call.operands) and draw.chance(0.5)
-    policy = jtk.policy("kernels" if as_real else "auto")
-    with policy, jax.enable_x64(True) if wide_types else contextlib.nullcontext():
+    chosen_policy = jtk.policy(policy or ("kernels" if as_real else "auto"))
+    with chosen_policy, jax.enable_x64(True) if wide_types else contextlib.nullcontext():
         try:
             result = computed(jtk)
         except Exception as error:
@@ -134,6 +134,9 @@ def run(draw, call):
             result, cotangent, cotangents = result
             found = [*call.errors(result, *firsts)]
             found += call.cotangent_errors(cotangents, cotangent, *firsts)
+            pairs = zip(cotangents, call.operands, strict=True)
+            if not all(x.dtype in (own.dtype, jax.dtypes.float0) for x, own in pairs):
+                found.append((np.full(1, np.inf), np.zeros(1)))
         elif mode == "vmap":
             found = []
             for i in range(count):
@@ -147,6 +150,10 @@ def run(draw, call):
                 for error, bound in found
             )
         )
+        if mode in ("eager", "jit") and not host and not own_types:
+            theirs = jax.eval_shape(lambda *arrays: function(ORACLES, *arrays), *stored)
+            if types_of(result) != types_of(theirs):
+                return Outcome(call, mode, math.inf, f"{types_of(result)}, not {types_of(theirs)}")
         detail = note.strip()
         if ratio > 1 and not host:
             chosen = (
@@ -156,6 +163,12 @@ def run(draw, call):
             )
             detail = f"{detail} {chosen}".strip()
         return Outcome(call, mode, ratio, detail)
+
+
+def types_of(results):
+    """Shapes, types, and which are weak."""
+    leaves = [getattr(x, "aval", x) for x in jax.tree.leaves(results)]
+    return [(x.shape, x.dtype.name, x.weak_type) for x in leaves]
 
 
 def _of_error(call, mode, error, computed):
@@ -169,12 +182,12 @@ def _of_error(call, mode, error, computed):
     return Outcome(call, mode, math.inf, f"{type(error).__name__}: {lines}")
 
 
-def outcomes(rng, calls, operation=None):
+def outcomes(rng, calls, operation=None, policy=None):
     """Yield the outcome of random calls."""
     for _ in range(calls):
         draw = Draw(rng)
         description = DESCRIPTIONS[operation or draw.one(*DESCRIPTIONS)]
-        yield run(draw, description.draw(draw))
+        yield run(draw, description.draw(draw), policy, description.own_types)
 
 
 def main():

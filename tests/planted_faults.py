@@ -87,7 +87,7 @@ FAULTS = [
 
 def passes(tree: Path, *tests: tuple[str, str]) -> bool:
     """Whether tests pass, each a transformation and an operation."""
-    names = [f"tests/test_derived.py::test_derived[{case}-{name}]" for case, name in tests]
+    names = [f"tests/test_derived.py::test_derived[0-{case}-{name}]" for case, name in tests]
     command = [
         sys.executable,
         "-m",

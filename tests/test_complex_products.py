@@ -12,17 +12,15 @@ import pytest
 from jax import lax
 from numerics import on_gpu
 from nvrtc_mark import needs_nvrtc
-from sharded import AUTO, SCHEMES, D, F, T, check, devices, integers, mesh_of, put
 
 import jax_tilekern as jtk
 from jax_tilekern.plans.contraction import Contraction
-from jax_tilekern.plans.gemm.complex_product import complex_product, pairing, verdict_on_gpu
+from jax_tilekern.plans.gemm.complex_product import complex_product, verdict_on_gpu
 from jax_tilekern.plans.gpu import known_gpu
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 of_a_cpu = pytest.mark.skipif(on_gpu(), reason="a CPU's choices and program")
 
-TYPES = {np.complex64: 2.0**-24, np.complex128: 2.0**-53}
 AS_REAL = "computed as a real product"
 
 
@@ -37,63 +35,6 @@ def whole(rng, shape, dtype=np.complex64):
 
 def is_real(function, *args):
     return jtk.explain(function, *args)[0].reason.startswith(AS_REAL)
-
-
-SUBSCRIPTS = {
-    "mk,kn->mn": ((5, 6), (6, 7)),
-    "km,kn->mn": ((6, 9), (6, 7)),
-    "km,nk->nm": ((6, 5), (7, 6)),
-    "bmk,bkn->bmn": ((3, 5, 6), (3, 6, 7)),
-    "mbk,knb->nbm": ((5, 3, 6), (6, 7, 3)),
-    "abk,ckd->acbd": ((2, 3, 6), (4, 6, 5)),
-    "ikjl,lki->j": ((2, 3, 4, 5), (5, 3, 2)),
-    "mk,k->m": ((5, 6), (6,)),
-    "k,kn->n": ((6,), (6, 9)),
-    "k,k->": ((6,), (6,)),
-    "bk,bk->b": ((4, 6), (4, 6)),
-    "b,b->b": ((4,), (4,)),
-}
-
-
-@pytest.mark.parametrize("subscripts", SUBSCRIPTS)
-def test_layouts(rng, x64, subscripts):
-    for dtype, unit in TYPES.items():
-        a, b = (normal(rng, shape, dtype) for shape in SUBSCRIPTS[subscripts])
-        got = np.asarray(jtk.einsum(subscripts, a, b))
-        assert got.dtype == dtype
-        wide = [x.astype(np.clongdouble) for x in (a, b)]
-        k = np.einsum(subscripts, np.ones(a.shape), np.ones(b.shape)).max()
-        # Each part is a sum of 2 k products, of which |a| |b| bounds those of a term together.
-        bound = np.sqrt(2) * (2 * k + 1) * unit * np.einsum(subscripts, *map(np.abs, wide))
-        assert (np.abs(got - np.einsum(subscripts, *wide)) <= bound).all()
-        assert is_real(lambda a, b: jtk.einsum(subscripts, a, b), a, b) == (k > 1)
-
-
-@pytest.mark.parametrize("k_major", [False, True])
-def test_random_labels(rng, k_major):
-    """The real arrays merge as the complex ones do, and give the same numbers."""
-    for _ in range(20):
-        kinds = {label: rng.choice(list("bmnk")) for label in range(rng.integers(1, 6))}
-        kinds[9] = "k"
-        sizes = {label: int(rng.integers(1, 4)) for label in kinds}
-        lhs, rhs, out = (
-            tuple(int(x) for x in rng.permutation([x for x in kinds if kinds[x] in own]))
-            for own in ("bmk", "bnk", "bmn")
-        )
-        c = Contraction(lhs, rhs, out)
-        for expanded in (0, 1):
-            found = pairing(c, expanded, k_major=k_major)
-            real = found.contraction
-            assert set(real.contracted) - set(c.contracted) == {found.parts.contracted}
-            assert set(real.out) - set(c.out) == {found.parts.result}
-            assert set(real.rhs) >= set(found.parts)
-            assert found.parts.result not in real.lhs
-        a, b = (whole(rng, [sizes[x] for x in labels]) for labels in (lhs, rhs))
-        names = ["".join(chr(97 + x) for x in labels) for labels in (lhs, rhs, out)]
-        subscripts = f"{names[0]},{names[1]}->{names[2]}"
-        np.testing.assert_array_equal(
-            jtk.einsum(subscripts, a, b), np.einsum(subscripts, a, b), subscripts
-        )
 
 
 def called(function, *args):
@@ -130,41 +71,6 @@ def test_pairs_are_in_place_on_a_gpu(rng):
         "tensor<256x128xcomplex<f32>>, tensor<256x2x128x2xf32>",
         "tensor<256x256xcomplex<f32>>",
     )
-
-
-FUNCTIONS = {
-    "matmul": lambda m, a, b: m.matmul(a, b),
-    "einsum": lambda m, a, b: m.einsum("mk,kn->nm", a, b),
-    "conjugated": lambda m, a, b: m.matmul(a.conj(), b.T.conj().T),
-    "vmap": lambda m, a, b: jax.vmap(m.matmul, (0, None))(jnp.stack([a, 2 * a]), b),
-    "remat": lambda m, a, b: jax.checkpoint(m.matmul)(a, b),
-    "mixed": lambda m, a, b: m.matmul(a.real, b),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_derivatives_are_those_of_jax(rng, name):
-    a, b = whole(rng, (5, 6)), whole(rng, (6, 4))
-
-    def derivatives(module):
-        def f(a, b):
-            return FUNCTIONS[name](module, a, b)
-
-        def loss(a, b):
-            return (f(a, b) ** 2).sum().imag
-
-        result, pull = jax.vjp(f, a, b)
-        tangents = jax.jvp(f, (a, b), (1j * a, b))
-        second = jax.jvp(jax.grad(loss, (0, 1)), (a, b), (a, b))
-        return result, pull(result * (1 + 2j)), tangents, second
-
-    for got, wanted in zip(
-        jax.tree.leaves(jax.jit(lambda: derivatives(jtk))()),
-        jax.tree.leaves(derivatives(jnp)),
-        strict=True,
-    ):
-        assert got.dtype == wanted.dtype
-        np.testing.assert_array_equal(got, wanted)
 
 
 def test_inside_patch(rng):
@@ -209,42 +115,6 @@ def test_infinities_and_nan(rng):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
     of_xla = np.asarray(jnp.matmul(a, b))
     assert (np.isfinite(of_xla) <= np.isfinite(got)).all()
-
-
-def test_export(rng):
-    a, b = whole(rng, (5, 6)), whole(rng, (6, 4))
-    exported = jax.export.export(jax.jit(jtk.matmul), disabled_checks=jtk.export_checks())(a, b)
-    loaded = jax.export.deserialize(exported.serialize())
-    np.testing.assert_array_equal(loaded.call(a, b), a @ b)
-    (rows,) = jax.export.symbolic_shape("rows")
-    shape = jax.ShapeDtypeStruct((rows, 6), a.dtype)
-    of_any = jax.export.export(jax.jit(jtk.matmul))(shape, b)
-    np.testing.assert_array_equal(of_any.call(a, b), a @ b)
-
-
-@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
-@pytest.mark.parametrize("transform", ["forward", "gradient"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.one_in(5)
-def test_sharded_programs(rng, scheme, transform):
-    *specs, _, _ = SCHEMES[scheme]
-    mesh = mesh_of((AUTO, AUTO))
-    arrays = [
-        integers(rng, *shape) + 1j * integers(rng, *shape) for shape in ((T, D), (D, F), (F, D))
-    ]
-    args = [put(mesh, x.astype(np.complex64), spec) for x, spec in zip(arrays, specs, strict=True)]
-
-    def program(module):
-        def layers(x, w1, w2):
-            return module.matmul(module.matmul(x, w1), w2)
-
-        def loss(*args):
-            z = layers(*args)
-            return (z.real**2 + z.imag**2).sum()
-
-        return layers if transform == "forward" else jax.grad(loss, (0, 1, 2))
-
-    check(mesh, program, args)
 
 
 # The choice.

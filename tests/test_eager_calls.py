@@ -1,5 +1,6 @@
 """Public functions are compiled once and inlined where they are traced, as JAX's own are."""
 
+import functools
 import gc
 import weakref
 
@@ -8,10 +9,10 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eager_programs import PROGRAMS, WITHOUT_GRADIENT, operands_of
+from described import call_of, differentiable
 
 import jax_tilekern as jtk
-from benchmarks.catalog import NOT_OPERATIONS
+from benchmarks.catalog import DESCRIPTIONS
 from jax_tilekern.ops import jitted
 
 X = jax.ShapeDtypeStruct((6, 6), jnp.float32)
@@ -70,44 +71,35 @@ def _count(event, seconds, **_):
 jax.monitoring.register_event_duration_secs_listener(_count)
 
 
-def test_each_public_function_has_a_program():
-    modules = {"": jtk, "linalg.": jtk.linalg, "out_of_core.": jtk.out_of_core}
-    public = {prefix + name for prefix, module in modules.items() for name in module.__all__}
-    called = {name.partition(",")[0] for name in PROGRAMS}
-    missing = {name for name in public if not {name, name.removeprefix("linalg.")} & called}
-    assert missing == NOT_OPERATIONS
-
-
-def _compilations_of_calls(name, function, rng):
+def _compilations_of_calls(function, arrays):
     """How many programs XLA compiles in each of three calls with new values."""
-    if name == "muon":
-        pytest.importorskip("optax")
     found = []
-    for _ in range(3):
-        operands = operands_of(rng, name)
+    for share in (1, 0.5, 0.25):
+        floats = differentiable(arrays)
+        scaled = [(x * share).astype(x.dtype) if i in floats else x for i, x in enumerate(arrays)]
+        operands = list(map(jnp.asarray, scaled))
         before = len(_compilations)
         function(*operands)
         found.append(len(_compilations) - before)
     return found
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_repeated_call_compiles_nothing(name, rng):
-    _, *repeated = _compilations_of_calls(name, PROGRAMS[name][0], rng)
-    assert repeated == [0, 0]
-
-
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in WITHOUT_GRADIENT])
-@pytest.mark.one_in(4)
-def test_a_repeated_gradient_compiles_nothing(name, rng):
-    function, letters = PROGRAMS[name]
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+@pytest.mark.parametrize("derivative", [False, True])
+@pytest.mark.one_in(2)
+def test_a_repeated_call_compiles_nothing(name, derivative):
+    call, arrays = call_of(name)
+    function, floats = functools.partial(call.function, jtk), differentiable(arrays)
 
     def total(*operands):
-        results = jax.tree.leaves(function(*operands))
+        results = jax.tree.leaves(call.function(jtk, *operands))
         return sum(x.sum() for x in results if jnp.issubdtype(x.dtype, jnp.inexact))
 
-    gradient = jax.grad(total, range(len(letters)), allow_int=True)
-    _, *repeated = _compilations_of_calls(name, gradient, rng)
+    if derivative:
+        if not DESCRIPTIONS[name].derivatives or not floats:
+            pytest.skip("has no derivatives")
+        function = jax.grad(total, floats)
+    _, *repeated = _compilations_of_calls(function, arrays)
     assert repeated == [0, 0]
 
 

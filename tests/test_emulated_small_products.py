@@ -21,7 +21,7 @@ MOST_CTAS = 64
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.one_in(17)
+@pytest.mark.one_in(51)
 def test_kernels_compute_the_product(types, sizes, rng):
     _check_product(types, sizes, rng, SPECS)
 
@@ -29,7 +29,7 @@ def test_kernels_compute_the_product(types, sizes, rng):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("sizes", SIZES_ACROSS_K, ids=str)
 @pytest.mark.parametrize("types", PACKED, ids=str)
-@pytest.mark.one_in(13)
+@pytest.mark.one_in(39)
 def test_kernels_pack_elements_across_k(types, sizes, rng):
     _check_product(types, sizes, rng, ACROSS_K)
 

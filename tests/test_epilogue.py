@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from numerics import BF16, assert_close, assert_equal, check_derivatives, exact, on_gpu
+from numerics import BF16, assert_equal, exact, on_gpu
 
 import jax_tilekern as jtk
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
@@ -30,45 +30,6 @@ def unfused(f, a, b, *operands):
 
 def fused(f, a, b, *operands, **kwargs):
     return jtk.matmul(a, b, epilogue=f, operands=operands, precision=HIGHEST, **kwargs)
-
-
-def full_layer(y, bias, scale, residual):
-    return jax.nn.gelu(y * scale + bias) + residual
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (50,), (1, 50), (70, 1), (1, 1), (70, 50)])
-def test_every_shape_that_broadcasts(rng, shape):
-    a, b = small_integers(rng, 70, 40), small_integers(rng, 40, 50)
-    x = small_integers(rng, *shape)
-    found = fused(lambda y, x: 2 * y - x, a, b, x)
-    np.testing.assert_array_equal(found, unfused(lambda y, x: 2 * y - x, a, b, x))
-
-
-@pytest.mark.parametrize("a_batch", [(), (3,), (2, 1)])
-@pytest.mark.parametrize("b_batch", [(), (3,), (2, 3)])
-@pytest.mark.parametrize("x_shape", [(50,), (3, 1, 1), (3, 70, 50)])
-@pytest.mark.one_in(6)
-def test_batches(rng, a_batch, b_batch, x_shape):
-    batch = np.broadcast_shapes(a_batch, b_batch)
-    if len(x_shape) > len(batch) + 2 or (len(x_shape) == 3 and batch[-1:] != (3,)):
-        pytest.skip("the operand does not broadcast to the product")
-    a, b = small_integers(rng, *a_batch, 70, 40), small_integers(rng, *b_batch, 40, 50)
-    x = small_integers(rng, *x_shape)
-    found = fused(jnp.maximum, a, b, x)
-    np.testing.assert_array_equal(found, unfused(jnp.maximum, a, b, x))
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (129, 257, 65), (64, 256, 512), (300, 8, 70)])
-def test_odd_and_even_sizes(rng, sizes):
-    m, n, k = sizes
-    a, b = small_integers(rng, m, k, dtype=BF16), small_integers(rng, k, n, dtype=BF16)
-    bias, residual = small_integers(rng, n), small_integers(rng, m, n, dtype=BF16)
-    found = jtk.matmul(
-        a, b, epilogue=lambda y, c, r: jax.nn.relu(y + c) - r, operands=(bias, residual)
-    )
-    product = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
-    expected = np.maximum(product + bias, 0) - np.asarray(residual, np.float32)
-    np.testing.assert_array_equal(found, jnp.asarray(expected, BF16))
 
 
 def test_transposed_products(rng):
@@ -387,12 +348,6 @@ def test_random_functions(expression, seed):
 # -- Transformations. ------------------------------------------------------------------------------
 
 
-def test_derivatives_to_second_order(rng):
-    shapes = [(4, 5), (5, 3), (3,), (4, 1), (4, 3)]
-    arrays = [jnp.asarray(rng.normal(size=shape), np.float32) for shape in shapes]
-    check_derivatives(functools.partial(fused, full_layer), arrays)
-
-
 def test_custom_derivatives_are_respected(rng):
     @jax.custom_vjp
     def rounded(x):
@@ -405,42 +360,6 @@ def test_custom_derivatives_are_respected(rng):
     # Sums of a row of b, which may cancel.
     bound = 1e-6 * np.abs(b).sum(1)
     assert (np.abs(found - expected) <= bound).all()
-
-
-def test_gradients_in_16_bits(rng):
-    a, b = (jnp.asarray(rng.normal(size=(64, 64)), BF16) for _ in range(2))
-
-    def loss(call, a):
-        return call(a, b).astype(np.float32).sum()
-
-    found = jax.grad(lambda a: loss(functools.partial(jtk.matmul, epilogue=jax.nn.silu), a))(a)
-    expected = jax.grad(
-        lambda a: loss(
-            lambda a, b: jax.nn.silu(jnp.matmul(*(x.astype(np.float32) for x in (a, b)))), a
-        )
-    )(a)
-    assert found.dtype == BF16
-    error = np.abs(np.asarray(found, np.float32) - np.asarray(expected, np.float32)).max()
-    assert error <= 2**-6 * np.abs(np.asarray(expected, np.float32)).max()
-
-
-@pytest.mark.parametrize("in_axes", [(0, None, None, None, None), (None, 1, None, None, None),
-                                     (0, 0, 0, None, 2), (None, None, 0, None, None),
-                                     (None, None, None, 1, 0)])  # fmt: skip
-def test_vmap(rng, in_axes):
-    shapes = [(6, 5), (5, 7), (7,), (6, 1), (6, 7)]
-    arrays = [
-        small_integers(rng, *(shape if axis is None else (*shape[:axis], 3, *shape[axis:])))
-        for shape, axis in zip(shapes, in_axes, strict=True)
-    ]
-
-    def f(y, bias, scale, residual):
-        return jnp.maximum(y * scale + bias, residual)
-
-    found, expected = (
-        jax.vmap(functools.partial(call, f), in_axes)(*arrays) for call in (fused, unfused)
-    )
-    np.testing.assert_array_equal(found, expected)
 
 
 def test_scalars_that_the_function_closes_over(rng):
@@ -523,20 +442,3 @@ def test_results_may_be_numbers():
 
 
 # -- Layers. ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("bias", "activation"), [(False, None), (True, jax.nn.gelu)])
-def test_linear(rng, bias, activation):
-    x, w = (jnp.asarray(rng.normal(size=s), np.float32) for s in ((2, 9, 16), (16, 24)))
-    b = jnp.asarray(rng.normal(size=24), np.float32) if bias else None
-
-    def expected(x, w):
-        y = jnp.matmul(x, w, precision=HIGHEST) + (0 if b is None else b)
-        return y if activation is None else activation(y)
-
-    def found(x, w):
-        return jtk.linear(x, w, b, activation, precision=HIGHEST)
-
-    assert_close(found(x, w), expected(x, w))
-    gradients = (jax.grad(lambda x, w, f=f: f(x, w).sum(), (0, 1))(x, w) for f in (found, expected))
-    assert_close(*gradients)

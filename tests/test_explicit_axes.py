@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from numerics import assert_close, on_gpu
-from operations import MATRICES, OPERATIONS, SHAPES, SIZES
+from numerics import assert_close
 from sharded import AUTO, EXPLICIT, devices, integers, mesh_of, put
 
 import jax_tilekern as jtk
@@ -20,69 +19,6 @@ pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 
 def relu_of_bias(x, w, b):
     return jnp.maximum(x @ w + b, 0)
-
-
-def ragged(x, w):
-    in_mesh = not jax.sharding.get_abstract_mesh().empty
-    return jtk.ragged_dot(x, w, SIZES, out_sharding=P("d", None) if in_mesh else None)
-
-
-# Ours, JAX's, and the shapes of the weights.
-W = (4, 4)
-WEIGHTS = {
-    **{
-        name: (ours, theirs, [SHAPES[letter] for letter in letters[1:]])
-        for name, (ours, theirs, letters) in OPERATIONS.items()
-        if letters[0] == "x" and len(letters) > 1
-        # JAX gathers no rows for vdot and vecdot, and groups need out_sharding.
-        and name not in ("vdot", "vecdot", "ragged_dot", "ragged_dot, epilogue")
-    },
-    "ragged_dot": (ragged, OPERATIONS["ragged_dot"][1], [SHAPES["g"]]),
-    "matmul, weights first": (lambda x, w: jtk.matmul(w, x.T), lambda x, w: w @ x.T, [W]),
-    "vmap of rows": (jax.vmap(jtk.matmul, (0, None)), jax.vmap(jnp.matmul, (0, None)), [W]),
-    "vmap of weights": (
-        jax.vmap(jtk.matmul, (None, 0)), jax.vmap(jnp.matmul, (None, 0)), [(2, *W)],
-    ),
-    "sum of weights": (lambda x, w: x * jtk.sum(w, 0), lambda x, w: x * w.sum(0), [W]),
-    "transpose of weights": (lambda x, w: x @ jtk.transpose(w), lambda x, w: x @ w.T, [W]),
-    "remat": (
-        jax.checkpoint(lambda x, w: jnp.sin(jtk.matmul(x, w))), lambda x, w: jnp.sin(x @ w), [W],
-    ),
-}  # fmt: skip
-
-
-def with_derivatives(function):
-    """Return the function's value, its weights' gradients and products with their Hessian."""
-
-    def loss(x, *weights):
-        return (function(x, *weights) ** 2).sum()
-
-    def all_of_them(x, *weights):
-        gradients = jax.grad(loss, tuple(range(1, 1 + len(weights))))
-        of_weights = functools.partial(gradients, x)
-        return function(x, *weights), *jax.jvp(of_weights, weights, weights)
-
-    return all_of_them
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.one_in(4)
-def test_weights_whose_type_has_no_mesh(rng, name):
-    """NumPy's arrays, and JAX's that were made outside of the mesh."""
-    ours, theirs, shapes = WEIGHTS[name]
-    x, weights = integers(rng, 8, 4), [integers(rng, *shape) for shape in shapes]
-    wanted = jax.jit(with_derivatives(theirs))(x, *weights)
-    first, *others = map(jnp.asarray, weights)
-    mesh = mesh_of((EXPLICIT, EXPLICIT))
-    with jax.set_mesh(mesh):
-        rows = put(mesh, x, P("d"))
-        got = jax.jit(with_derivatives(ours))(rows, *weights)
-        eager = jax.grad(lambda w: ours(rows, w, *others).sum())(first)
-    # TF32 on a GPU.
-    tolerance = 1e-2 if on_gpu() else 1e-4
-    assert_close(jax.tree.leaves(got), jax.tree.leaves(wanted), tolerance)
-    expected = jax.grad(lambda w: theirs(x, w, *weights[1:]).sum())(weights[0])
-    assert_close(eager, expected, tolerance)
 
 
 def test_a_gradient_is_whole_as_jaxs():
@@ -100,7 +36,9 @@ def test_a_gradient_is_whole_as_jaxs():
 
 
 def test_operands_of_an_epilogue_are_split_alike_or_refused():
-    residual = OPERATIONS["residual"][0]
+    def residual(x, w, r):
+        return jtk.matmul(x, w, epilogue=jnp.add, operands=(r,))
+
     mesh = mesh_of((EXPLICIT, EXPLICIT))
     with jax.set_mesh(mesh):
         x, w = put(mesh, np.ones((8, 4)), P("d")), np.ones((4, 8))
@@ -115,12 +53,30 @@ def test_operands_of_an_epilogue_are_split_alike_or_refused():
 # Batches of matrices, which JAX refuses. What follows them, and the leading dimensions' sharding.
 
 
+OF_MATRICES = {
+    **{
+        name: (getattr(jtk.linalg, name), getattr(jnp.linalg, name))
+        for name in ("inv", "det", "cholesky", "solve", "svdvals", "eigvalsh")
+    },
+    "slogdet": (lambda a: jtk.linalg.slogdet(a)[1], lambda a: jnp.linalg.slogdet(a)[1]),
+    "qr": (lambda a: jtk.linalg.qr(a).Q, lambda a: jnp.linalg.qr(a).Q),
+    "lu_factor": (
+        lambda a: jtk.linalg.lu_factor(a)[0],
+        lambda a: jax.scipy.linalg.lu_factor(a)[0],
+    ),
+    "solve_triangular": (
+        functools.partial(jtk.linalg.solve_triangular, lower=True),
+        functools.partial(jax.scipy.linalg.solve_triangular, lower=True),
+    ),
+}
+
+
 @pytest.mark.parametrize("spec", [P("m"), P("d", "m")], ids=str)
-@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("name", OF_MATRICES)
 @pytest.mark.one_in(4)
 def test_batches_of_matrices(rng, name, spec):
     """The right-hand sides' type has no mesh."""
-    ours, theirs, _ = OPERATIONS[name]
+    ours, theirs = OF_MATRICES[name]
     batch = (8,) if len(spec) == 1 else (2, 4)
     a = integers(rng, *batch, 4, 4)
     a = a @ a.mT + 4 * np.eye(4, dtype=np.float32)

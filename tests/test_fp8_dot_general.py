@@ -140,27 +140,6 @@ def test_there_is_no_second_derivative():
             of(x, w)
 
 
-def test_transformations(rng):
-    x = jnp.asarray(rng.normal(size=(3, 20, 72)), F32)
-    w = jnp.asarray(rng.normal(size=(72, 40)), F32)
-
-    def loss(x, w):
-        return (jtk.fp8_dot_general(jnp.tanh(x), w, PLAIN) ** 2).sum()
-
-    gradients = jax.grad(loss, (0, 1))
-    one_by_one = [gradients(y, w) for y in x]
-    mapped = jax.vmap(gradients, (0, None))(x, w)
-    rematerialised = jax.grad(jax.checkpoint(loss), (0, 1))(x[0], w)
-    exported = export.export(jax.jit(gradients), disabled_checks=jtk.export_checks())(x[0], w)
-    loaded = export.deserialize(exported.serialize()).call(x[0], w)
-    cases = [([x[i] for x in mapped], expected) for i, expected in enumerate(one_by_one)]
-    cases += [(found, one_by_one[0]) for found in (rematerialised, loaded)]
-    for found, expected in cases:
-        for a, b in zip(found, expected, strict=True):
-            # A cotangent that another order of sums changes may be rounded to a neighbour.
-            assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
-
-
 def test_symbolic_numbers_of_tokens():
     (tokens,) = export.symbolic_shape("tokens")
     x, w = jnp.ones((5, 200)), jnp.ones((200, 40))
@@ -307,6 +286,7 @@ def losses(dot_general, dtype, steps=120):
 
 
 @pytest.mark.parametrize("gradient", [F8E4, F8E5])
+@pytest.mark.one_in(2)
 def test_a_network_learns_as_in_bfloat16(gradient):
     plain = losses(lax.dot_general, BF16)
     quantised = losses(functools.partial(jtk.fp8_dot_general, gradient_dtype=gradient), BF16)

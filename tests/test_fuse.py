@@ -348,20 +348,6 @@ def test_custom_derivatives_are_respected():
     assert_equal(jax.grad(lambda x: fused(x).sum())(x), jnp.zeros((4, 4)))
 
 
-@pytest.mark.parametrize("in_axes", [(0, None, None), (None, 0, None), (1, 0, 0), (None, None, 0)])
-def test_vmap(rng, in_axes):
-    shapes = (6, 5), (5, 7), (7,)
-    args = [
-        random(rng, shape if axis is None else (*shape[:axis], 3, *shape[axis:]), np.float32)
-        for shape, axis in zip(shapes, in_axes, strict=True)
-    ]
-    mapped = jax.vmap(layer, in_axes)
-    assert_same(jax.vmap(jtk.fuse(layer), in_axes)(*args), mapped(*args))
-    assert_same(jtk.fuse(mapped)(*args), mapped(*args))
-    if in_axes[1:] == (None, None):
-        assert_all_fused(mapped, *args)
-
-
 def test_symbolic_shapes_are_jaxs():
     rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 24"), np.float32)
     w, b = (jax.ShapeDtypeStruct(s, np.float32) for s in ((24, 32), (32,)))
@@ -451,6 +437,7 @@ class FusedOutside(Linen):
 
 @pytest.mark.parametrize("model", [FusedInside(), FusedOutside()])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+@pytest.mark.one_in(2)
 def test_methods_of_linen(operands, model, transform):
     x = operands[0]
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}

@@ -11,7 +11,8 @@ from benchmarks.catalog import DESCRIPTIONS, NOT_OPERATIONS
 
 pytestmark = pytest.mark.defaults
 
-CALLS, PARTS = 40, 4
+# Of each operation.
+CALLS, THOROUGH = 1, 8
 
 
 def test_every_public_operation_is_described():
@@ -22,10 +23,11 @@ def test_every_public_operation_is_described():
     assert not described & NOT_OPERATIONS
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_errors_are_within_the_bounds(rng, part):
+@pytest.mark.parametrize("calls", [CALLS, pytest.param(THOROUGH, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_errors_are_within_the_bounds(rng, name, calls):
     """``python tests/fuzz.py`` runs more, and explains the worst."""
-    failed = [outcome for outcome in outcomes(rng, CALLS // PARTS) if outcome.failed]
+    failed = [outcome for outcome in outcomes(rng, calls, name) if outcome.failed]
     unknown = [outcome for outcome in failed if outcome.known is None]
     assert not unknown, "\n".join(map(str, unknown))
     if failed:

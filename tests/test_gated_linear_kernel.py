@@ -52,7 +52,7 @@ BESIDE_COLLECTIVES = dataclasses.replace(H100, beside_collectives=True)
 
 @pytest.mark.parametrize("function", [gate, biased], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("sizes", [(8192, 4096, 4096), (8191, 4072, 4096)], ids=str)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_no_register_is_spilled_and_no_mma_serialized(sizes, function):
     for gpu in (H100, BESIDE_COLLECTIVES):
         for candidate in wgmma_candidates(pair_of(*sizes, function=function), gpu):
@@ -134,20 +134,6 @@ def close(found, expected):
     )
 
 
-def test_derivatives_to_second_order(rng):
-    arrays = arrays_of(rng, 5, 6, 7)
-
-    def second(f):
-        return jax.hessian(lambda *xs: (f(*xs) ** 2).sum(), (0, 1, 2))(*arrays)
-
-    close(second(gated), second(unfused))
-    tangents = arrays_of(rng, 5, 6, 7)
-    # A tangent of one operand alone.
-    for i in range(3):
-        one = [t if i == j else jnp.zeros_like(t) for j, t in enumerate(tangents)]
-        close(jax.jvp(gated, arrays, one), jax.jvp(unfused, arrays, one))
-
-
 def test_derivatives_of_scalars_that_are_closed_over(rng):
     arrays = arrays_of(rng, 5, 6, 7)
 
@@ -166,24 +152,6 @@ def test_derivatives_of_scalars_that_are_closed_over(rng):
     over = [jax.vmap(lambda b, f=f: loss(f, b))(betas) for f in (gated, unfused)]
     magnitudes = np.abs(jax.vmap(terms)(betas)).sum((1, 2))
     assert (np.abs(over[0] - over[1]) <= roundoff * magnitudes).all()
-
-
-@pytest.mark.parametrize(
-    "axes", [(0, None, None), (None, 1, 1), (0, 0, 0), (0, 0, 1), (1, None, 2)]
-)
-def test_every_batch(rng, axes):
-    arrays = [
-        jnp.stack([x, 2 * x, x - 1], axis) if axis is not None else x
-        for x, axis in zip(arrays_of(rng, 5, 6, 7), axes, strict=True)
-    ]
-    close(jax.vmap(gated, axes)(*arrays), jax.vmap(unfused, axes)(*arrays))
-
-
-@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 7)])
-def test_every_rank(rng, shape):
-    _, w, up = arrays_of(rng, 5, 6, 7)
-    x = jnp.asarray(rng.standard_normal(shape), np.float32)
-    close(gated(x, w, up), unfused(x, w, up))
 
 
 def test_weights_of_other_types_and_shapes(rng):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jaxprs import equations
-from numerics import UNIT_ROUNDOFF, assert_close, check_derivatives, on_gpu, random
+from numerics import UNIT_ROUNDOFF, assert_close, on_gpu, random
 
 import jax_tilekern as jtk
 from jax_tilekern import _core, linalg
@@ -44,19 +44,6 @@ def kernels(function, *args):
     return [choice.kernel for choice in jtk.explain(function, *args)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.one_in(6)
-def test_inverses(rng, x64, n, dtype):
-    a = random(rng, (COUNT, n, n), dtype)
-    x = linalg.inv(a)
-    assert x.dtype == dtype
-    exact = np.linalg.inv(np.asarray(a, np.float64))
-    bound = tolerance(n, dtype) * norms(a) * norms(exact) ** 2
-    assert np.all(norms(x - exact) <= bound)
-    assert None not in kernels(linalg.inv, a)
-
-
 @pytest.mark.parametrize("columns", [None, 1, 3, 8, 13])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 17, 32, 64])
@@ -82,32 +69,6 @@ def test_residuals_of_solutions_are_small(rng, x64, n, dtype, columns):
     assert np.all(residual <= bound)
     if columns is not None:
         assert None not in kernels(linalg.solve, a, b)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.one_in(6)
-def test_lu(rng, x64, n, dtype):
-    a = random(rng, (3, COUNT, n, n), dtype)
-    p, lower, upper = linalg.lu(a)
-    wide = [np.asarray(x, np.float64) for x in (p, lower, upper)]
-    error = norms(wide[0] @ wide[1] @ wide[2] - np.asarray(a, np.float64))
-    assert np.all(error <= tolerance(n, dtype) * norms(a))
-    assert np.abs(lower).max() <= 1
-    np.testing.assert_array_equal(np.tril(upper, -1), 0)
-    np.testing.assert_array_equal(np.asarray(p).sum(-1), 1)
-    permuted, same = linalg.lu(a, permute_l=True)
-    np.testing.assert_array_equal(same, upper)
-    np.testing.assert_array_equal(permuted, np.asarray(p) @ np.asarray(lower))
-    factors, pivots = linalg.lu_factor(a)
-    expected = jsp_linalg.lu_factor(a)
-    assert [x.dtype for x in (factors, pivots)] == [x.dtype for x in expected]
-    if dtype == np.float64:
-        # In float32 two that are nearly equal may change places.
-        np.testing.assert_array_equal(pivots, expected[1])
-    places = lax.linalg.lu_pivots_to_permutation(pivots, n)
-    np.testing.assert_array_equal(np.asarray(p).argmax(-2), places)
-    assert kernels(linalg.lu_factor, a) != [None]
 
 
 def test_of_equal_pivots_the_first_is_taken(rng):
@@ -333,75 +294,6 @@ def test_vmap_of_solve_is_one_call(rng, axes):
     found, expected = (jax.jit(f)(a, stacked) for f in twice)
     assert_close(found, expected)
     assert len(kernels(twice[0], a, stacked)) == 1
-
-
-@pytest.mark.parametrize("left_side", [False, True])
-@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (None, 2), (1, None)])
-@pytest.mark.one_in(2)
-def test_vmap_of_triangular_solve(rng, axes, left_side):
-    shapes = [[4, 4], [4, 3] if left_side else [3, 4]]
-    for shape, axis in zip(shapes, axes, strict=True):
-        if axis is not None:
-            shape.insert(axis, 5)
-    a, b = (random(rng, shape, np.float32) for shape in shapes)
-    diagonal = jnp.eye(4) * 3 if axes[0] != 1 else (jnp.eye(4) * 3)[:, None]
-    functions = [
-        jax.vmap(functools.partial(f, left_side=left_side, lower=True), axes)
-        for f in (linalg.triangular_solve, lax.linalg.triangular_solve)
-    ]
-    np.testing.assert_allclose(
-        functions[0](a + diagonal, b), functions[1](a + diagonal, b), 1e-4, 1e-4
-    )
-
-
-@pytest.mark.parametrize("name", ["inv", "cholesky", "det", "slogdet", "lu", "lu_factor"])
-def test_vmap_of_functions_of_one_operand(rng, name):
-    a = definite(rng, (7, 5, 5), np.float32)
-    moved = jnp.moveaxis(a, 0, 2)
-    ours = getattr(linalg, name)
-    got = jax.jit(jax.vmap(ours, 2))(moved)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(ours(a)), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-CASES = {
-    "inv": (linalg.inv, 1),
-    "solve": (linalg.solve, 2),
-    "cholesky": (linalg.cholesky, 1),
-    "lower": (lambda a: linalg.cholesky(a, symmetrize_input=False), 1),
-    "det": (linalg.det, 1),
-    "slogdet": (lambda a: linalg.slogdet(a)[1], 1),
-    "lu": (lambda a: linalg.lu(a)[1:], 1),
-    "left": (lambda a, b: linalg.triangular_solve(a, b, left_side=True, lower=True), 2),
-    "transposed": (lambda a, b: linalg.triangular_solve(a, b.mT, transpose_a=True), 2),
-    "unit": (lambda a, b: linalg.solve_triangular(a, b, lower=True, unit_diagonal=True), 2),
-}
-
-
-# The first three have the rules of the triangular solutions of "left" or of "cholesky";
-# test_gradients_of_a_determinant_are_jaxs has the gradient of "det".
-VARIANTS = ("lower", "transposed", "unit", "det")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.thorough if name in VARIANTS else ()) for name in CASES],
-)
-def test_derivatives(rng, name):
-    function, operands = CASES[name]
-    # Diagonally dominant, so that no pivot changes with the step of a difference.
-    a = np.asarray(definite(rng, (4, 4, 4), np.float64)) / 4 + 4 * np.eye(4)
-    b = rng.standard_normal((4, 4, 2))
-    check_derivatives(function, (a, b)[:operands])
-
-
-def test_gradients_of_a_determinant_are_jaxs(rng):
-    a = definite(rng, (5, 4, 4), np.float32)
-    gradients = [
-        jax.jit(jax.grad(lambda a, det=module.det: jnp.sin(det(a)).sum()))(a)
-        for module in (linalg, jnp.linalg)
-    ]
-    assert_close(*gradients, 2e-3)
 
 
 def cofactors(a):

@@ -14,8 +14,6 @@ from jax_tilekern import _core, linalg
 # No multiple of what a thread block or a vector has.
 COUNT = 37
 DTYPES = (np.float32, np.float64)
-SQUARE = [(n, n) for n in (1, 2, 3, 4, 5, 8, 16, 17, 31, 33, 64)]
-RECTANGULAR = [(5, 3), (3, 5), (20, 7), (7, 20), (64, 3), (2, 64), (1, 4), (4, 1)]
 FUNCTIONS = (linalg.svd, linalg.eigh, linalg.qr)
 
 
@@ -39,34 +37,6 @@ def columns(x):
 
 def kernels(function, *args):
     return [choice.kernel for choice in jtk.explain(function, *args)]
-
-
-def special(rng, kind, m, n):
-    """Matrices in float64 of which singular values are repeated, zero, or of every magnitude."""
-    a = rng.standard_normal((COUNT, m, n))
-    if kind == "columns graded":
-        return a * 10.0 ** np.linspace(0, -6, n)
-    if kind == "rows graded":
-        return a * 10.0 ** np.linspace(-6, 0, m)[:, None]
-    if kind == "rank 1":
-        return a[:, :, :1] * a[:, :1]
-    if kind == "integers":
-        return np.sign(a).round() * (np.abs(a) > 0.5)
-    if kind == "zero":
-        return 0 * a
-    if kind == "identity":
-        return np.broadcast_to(np.eye(m, n), a.shape)
-    if kind == "huge":
-        return 1e30 * a
-    if kind == "tiny":
-        return 1e-30 * a
-    assert kind == "random"
-    return a
-
-
-KINDS = (
-    "columns graded", "rows graded", "rank 1", "integers", "zero", "identity", "huge", "tiny",
-)  # fmt: skip
 
 
 def check_svd(a):
@@ -112,31 +82,6 @@ def check_qr(a, like_jax):
         if like_jax:
             # Rounding errors grow with the condition number; a sign would be an error of 1.
             assert np.median(norms(q - expected[0])) <= 40 * bound
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SQUARE + RECTANGULAR, ids=str)
-@pytest.mark.one_in(6)
-def test_random_matrices(rng, x64, shape, dtype):
-    a = random(rng, (COUNT, *shape), dtype)
-    check_svd(a)
-    check_qr(a, like_jax=True)
-    assert None not in kernels(linalg.svd, a) + kernels(linalg.qr, a)
-    if shape[0] == shape[1]:
-        check_eigh(a)
-        assert None not in kernels(linalg.eigh, a)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 3), (8, 8), (33, 33), (20, 7), (3, 5)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(12)
-def test_special_matrices(rng, x64, kind, shape, dtype):
-    a = jnp.asarray(special(rng, kind, *shape).astype(dtype))
-    check_svd(a)
-    check_qr(a, like_jax=kind in ("huge", "tiny"))
-    if shape[0] == shape[1]:
-        check_eigh(a)
 
 
 @pytest.mark.parametrize("n", [3, 12])
@@ -348,15 +293,6 @@ def test_few_matrices_are_lapacks():
             assert reason is None or reason in choice.reason
     finally:
         _core.set_cpu_instruction_set(before)
-
-
-def test_exported_programs(rng):
-    a = random(rng, (COUNT, 4, 3), np.float32)
-    program = jax.jit(lambda a: (*linalg.svd(a), *linalg.qr(a), linalg.eigvalsh(a @ a.mT)))
-    exported = jax.export.export(program, disabled_checks=jtk.export_checks())(a)
-    loaded = jax.export.deserialize(exported.serialize())
-    for found, expected in zip(loaded.call(a), program(a), strict=True):
-        np.testing.assert_array_equal(found, expected)
 
 
 # Types, errors and what is left to JAX.

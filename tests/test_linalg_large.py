@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from numerics import UNIT_ROUNDOFF, assert_close, check_derivatives, random
+from numerics import UNIT_ROUNDOFF, random
 
-from jax_tilekern import linalg
 from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matrices import inverted_triangles
 
@@ -30,14 +29,6 @@ def inverse(a):
 
 def norms(x):
     return np.abs(np.asarray(x, np.float64)).sum(-1).max(-1)
-
-
-def spread(rng, shape, condition):
-    """Symmetric positive definite matrices of a condition number, in float64."""
-    n = shape[-1]
-    basis, _ = np.linalg.qr(rng.standard_normal(shape))
-    a = basis * np.geomspace(1, 1 / condition, n) @ basis.swapaxes(-1, -2)
-    return (a + a.swapaxes(-1, -2)) / 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,47 +86,5 @@ def test_residuals_are_small_for_a_triangle_of_any_condition(rng):
 
 
 # The public functions.
-
-CASES = {
-    "inv": (linalg.inv, 1),
-    "solve": (linalg.solve, 2),
-    "cholesky": (linalg.cholesky, 1),
-    "slogdet": (lambda a: linalg.slogdet(a)[1], 1),
-    "triangular": (lambda a, b: linalg.solve_triangular(a, b, lower=True), 2),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.one_in(3)
-@pytest.mark.thorough
-def test_derivatives(rng, name):
-    function, operands = CASES[name]
-    n = 66
-    a = spread(rng, (n, n), 3)
-    # Few directions: the matrix is moved along outer products.
-    left, right = rng.standard_normal((2, n, 2)) / n**0.5
-
-    def of_few(x, b):
-        moved = a + left @ x @ right.T
-        moved = (moved + moved.T) / 2 if name == "cholesky" else moved
-        return function(*(moved, b)[:operands])
-
-    check_derivatives(of_few, (rng.standard_normal((2, 2)) / 8, rng.standard_normal((n, 2))))
-
-
-@pytest.mark.thorough
-def test_systems_broadcast_and_map(rng):
-    a = spread(rng, (3, 1, 70, 70), 10).astype(np.float32)
-    b = random(rng, (4, 70, 2), np.float32)
-    assert_close(linalg.solve(a, b), jnp.linalg.solve(a, b), 1e-3)
-    np.testing.assert_allclose(
-        linalg.solve(a[0, 0], b[0, :, 0]), jnp.linalg.solve(a[0, 0], b[0, :, 0]), 1e-3, 1e-3
-    )
-    mapped = jax.vmap(linalg.solve, (None, 0))(a[0, 0], b)
-    assert_close(mapped, jnp.linalg.solve(a[0], b), 1e-3)
-    gradient = jax.grad(lambda a: jnp.sin(linalg.solve(a, b[0])).sum())(a[0, 0])
-    expected = jax.grad(lambda a: jnp.sin(jnp.linalg.solve(a, b[0])).sum())(a[0, 0])
-    assert_close(gradient, expected, 1e-3)
-
 
 # Which matrices are computed in blocks.

@@ -142,30 +142,6 @@ def test_derivatives_of_second_order(rng, x64, name):
     check_derivatives(lambda *x: loss(*x, labels, **OPTIONS[name]).sum(), args)
 
 
-@pytest.mark.parametrize("mapped", [(0, None, None, 0), (0, 0, None, None), (None, 1, 0, 0)])
-@pytest.mark.one_in(3)
-def test_vmap(rng, x64, mapped):
-    shapes = (ROWS, 4), (4, LABELS), (LABELS,), (ROWS,)
-    shapes = [s if d is None else (*s[:d], 2, *s[d:]) for s, d in zip(shapes, mapped, strict=True)]
-    args = [random(rng, shape, np.float64) for shape in shapes[:3]]
-    args.append(jnp.asarray(rng.integers(0, LABELS, shapes[3])))
-
-    def both(function):
-        inside = jax.vmap(jax.value_and_grad(function, (0, 1, 2)), mapped)
-        outside = jax.grad(lambda *x: jax.vmap(function, mapped)(*x).sum(), (0, 1, 2))
-        return [jax.jit(f)(*args) for f in (inside, outside)]
-
-    assert_trees_close(both(loss), both(unfused), 1e-9, 1e-12)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32, np.uint32, np.int64])
-@pytest.mark.one_in(5)
-def test_labels_of_every_type(rng, x64, dtype):
-    *args, labels = operands(rng, np.float64, size=100)
-    got = loss(*args, jnp.asarray(labels, dtype), ignore_index=-100)
-    np.testing.assert_allclose(got, unfused(*args, labels), rtol=1e-12)
-
-
 def test_labels_out_of_range(rng):
     *args, labels = operands(rng, np.float32, size=100)
     for wrong in (100, -1, 2**31 - 1):
@@ -416,25 +392,6 @@ def test_sharded_vocabulary_sends_no_more_than_jax(rng, name, derived):
 
     ours, jaxs = (compiled(derived(f), *args) for f in (jtk.linear_cross_entropy, by_jax))
     assert bytes_sent(ours) <= bytes_sent(jaxs), collectives(ours)
-
-
-@needs_devices
-def test_shard_map(rng):
-    """Rows along one axis and the vocabulary along the other."""
-    args = operands(rng, np.float32, rows=(64,), size=SIZE)
-    expected = on_one_cpu(jax.value_and_grad(functools.partial(loss, **ALL), (0, 1, 2)), *args)
-
-    def local(h, w, bias, labels):
-        total = loss(h, w, bias, labels, **ALL, reduction="sum", axis_name="m")
-        return jax.lax.psum(total, "d") / jax.lax.psum((labels != 3).sum(), "d")
-
-    function = jax.shard_map(
-        local, mesh=mesh_of(MESH_TYPES["auto"]),
-        in_specs=(P("d"), P(None, "m"), P("m"), P("d")), out_specs=P(),
-    )  # fmt: skip
-    program = compiled(jax.value_and_grad(function, (0, 1, 2)), *args)
-    assert_trees_close(program(*args), expected)
-    assert {x.kind for x in collectives(program)} == {"all-reduce"}
 
 
 @needs_devices

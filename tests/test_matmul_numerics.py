@@ -1,10 +1,8 @@
 """Every type, major order and awkward shape, against float64."""
 
-import itertools
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -14,16 +12,12 @@ from numerics import (
     F8E5,
     MAJORS,
     TF32_ROUNDOFF,
-    assert_close,
     assert_product,
-    assert_same_nan_and_inf,
-    einsum,
     error_bound,
     exact,
     frobenius,
     on_gpu,
     operands,
-    operands_with_nan_and_inf,
     poison,
     product,
     random,
@@ -107,23 +101,6 @@ def test_results_rounded_from_the_accumulator(rng, types):
     assert_product(out, a, b, "mk,kn->mn", roundoff(np.float32))
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int16, bool])
-def test_other_types_fall_back(rng, dtype):
-    shape = (9, 9)
-    a, b = (
-        jnp.asarray(rng.integers(0, 2, shape).astype(bool))
-        if dtype is bool
-        else random(rng, shape, dtype)
-        for _ in range(2)
-    )
-    got, expected = jtk.matmul(a, b), jnp.matmul(a, b)
-    assert got.dtype == expected.dtype
-    assert_close(got, expected)
-    (choice,) = jtk.explain(jtk.matmul, a, b)
-    assert choice.kernel is None
-    assert "no kernel for" in choice.reason
-
-
 def test_precision_names_keep_their_promise(rng):
     """Float32 at HIGHEST has float32's error; the default is TF32 on a GPU and float32 else."""
     a, b = random(rng, (256, 512), np.float32), random(rng, (512, 384), np.float32)
@@ -148,53 +125,6 @@ def test_precision_names_keep_their_promise(rng):
             operand = 0.0 if preset.endswith("X9") else operand
             bound = error_bound(a, b, "mk,kn->mn", np.float32, operand)
             assert error(lax.DotAlgorithmPreset[preset]) <= bound, preset
-
-
-@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16, F8E5])
-@pytest.mark.parametrize("shape", [(17, 33, 65), (1, 64, 128), (128, 1, 96), (128, 128, 128)])
-def test_nan_and_inf_propagate(rng, dtype, shape):
-    a, b, expected = operands_with_nan_and_inf(rng, *shape, dtype)
-    assert_same_nan_and_inf(product("mk,kn", a, b, np.float32), expected)
-    assert_same_nan_and_inf(product("km,nk", a.T, b.T, np.float32), expected)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8])
-def test_batches_and_broadcast_operands(rng, dtype):
-    out = np.int32 if dtype is np.int8 else np.float32
-    cases = ["bmk,bkn->bmn", "bmk,kn->bmn", "mk,bkn->bmn", "bcmk,ckn->bcmn", "mbk,bkn->bmn",
-             "bkm,nbk->bmn", "bqhd,bkhd->bhqk", "bhqk,bkhd->bhqd"]  # fmt: skip
-    sizes = dict(zip("bcmknqhd", (3, 2, 33, 17, 20, 13, 4, 16), strict=True))
-    for subscripts in cases:
-        a, b = operands(rng, subscripts, sizes, dtype, dtype)
-        run = jax.jit(partial(einsum, subscripts, out=out))
-        assert_product(run(a, b), a, b, subscripts, roundoff(dtype))
-        assert all(choice.kernel for choice in jtk.explain(run, a, b)), subscripts
-
-
-def test_transposed_operands_and_innermost_batch(rng):
-    """Unit stride in every place it can be, a batch dimension included."""
-    sizes = {"b": 5, "m": 12, "n": 7, "k": 9}
-    for left in map("".join, itertools.permutations("bmk")):
-        for right in map("".join, itertools.permutations("bkn")):
-            a = random(rng, [sizes[x] for x in left], np.float32)
-            b = random(rng, [sizes[x] for x in right], np.float32)
-            out = jtk.dot_general(
-                a,
-                b,
-                (((left.index("k"),), (right.index("k"),)),
-                 ((left.index("b"),), (right.index("b"),))),
-            )  # fmt: skip
-            assert_product(out, a, b, f"{left},{right}->bmn", roundoff(np.float32))
-
-
-@pytest.mark.parametrize("shapes", [((0, 4), (4, 5)), ((3, 0), (0, 5)), ((3, 4), (4, 0)),
-                                    ((0, 3, 4), (0, 4, 5)), ((0,), (0,))])  # fmt: skip
-@pytest.mark.parametrize("dtype", [np.float32, np.int8])
-def test_empty_dimensions(shapes, dtype):
-    a, b = (jnp.ones(shape, dtype) for shape in shapes)
-    got, expected = jax.jit(jtk.matmul)(a, b), jnp.matmul(a, b)
-    assert got.dtype == expected.dtype
-    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize(("given", "out"), [(BF16, np.float16), (np.float16, BF16)])

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from described import call_of
 from numerics import assert_close, on_gpu
-from operations import OPERATIONS, arrays_of, shapes_of
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation import nvrtc
@@ -23,8 +23,9 @@ SQUARE = jax.ShapeDtypeStruct((24, 24), jnp.float32)
 CALLS = ("matmul", "dot", "vdot", "matvec", "vecmat", "ragged_dot", "sum", "transpose", "add")
 
 
-def call_of(name):
-    return OPERATIONS[name][0], [jax.ShapeDtypeStruct(x, np.float32) for x in shapes_of(name)]
+def call(name):
+    described, arrays = call_of(name)
+    return lambda *xs: described.function(jtk, *xs), arrays
 
 
 def lowered(function, *args, platform="cpu"):
@@ -52,7 +53,7 @@ def no_kernel_compiles(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_xlas_policy_leaves_every_call_to_xla(name):
-    function, args = call_of(name)
+    function, args = call(name)
     with jtk.strict():
         assert "tilekern_cpu" in lowered(function, *args)
     with jtk.policy("xla"):
@@ -64,11 +65,9 @@ def test_xlas_policy_leaves_every_call_to_xla(name):
 
 
 @pytest.mark.parametrize("name", ["matmul", "ragged_dot", "sum"])
-def test_the_policy_is_part_of_jits_key(name, rng):
-    function = OPERATIONS[name][0]
-    values = arrays_of(rng, name)
-    # A function of its own: JAX shares the cache of one function among its jits.
-    run = jax.jit(lambda *operands: function(*operands))
+def test_the_policy_is_part_of_jits_key(name):
+    function, values = call(name)
+    run = jax.jit(function)
     ours = run(*values)
     with jtk.policy("xla"):
         theirs = run(*values)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numerics import UNIT_ROUNDOFF, check_derivatives, random
+from numerics import check_derivatives, random
 from nvrtc_mark import needs_nvrtc
 
 import jax_tilekern as jtk
@@ -54,71 +54,6 @@ def ours(arrays, weights, indices, **kwargs):
     arrays = dict(arrays)
     x, up, down = (arrays.pop(name) for name in ("x", "w_up", "w_down"))
     return jtk.moe(x, up, down, weights, indices, precision="highest", **arrays, **kwargs)
-
-
-@pytest.mark.parametrize("gate", [True, False])
-@pytest.mark.parametrize("biases", [True, False])
-@pytest.mark.parametrize("save", ["hidden", "inputs"])
-@pytest.mark.one_in(3)
-def test_values_and_gradients(rng, gate, biases, save):
-    arrays, (weights, indices) = _operands(rng, biases=biases, gate=gate)
-    indices = indices.at[0, 0].set(-1).at[1, 1].set(E).at[2].set(3)
-    f = functools.partial(ours, save=save)
-    np.testing.assert_allclose(
-        f(arrays, weights, indices), dense(arrays, weights, indices), **TOLERANCE
-    )
-
-    def loss(f):
-        return jax.jit(jax.grad(lambda a, w: jnp.sum(jnp.sin(f(a, w, indices))), (0, 1)))
-
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, **TOLERANCE),
-        loss(f)(arrays, weights),
-        loss(dense)(arrays, weights),
-    )
-
-
-INDICES = {
-    "outside": lambda i: i.at[0, 0].set(-1).at[1, 1].set(E).at[2].set(2**31 - 1),
-    "repeated": lambda i: i.at[:, 1].set(i[:, 0]),
-    "one expert": lambda i: jnp.full_like(i, 2),
-    "two experts": lambda i: i % 2 * 5,
-    "dropped": lambda i: i + E,
-    "no token": lambda i: i[:0],
-    "no choice": lambda i: i[:, :0],
-}
-
-
-@pytest.mark.parametrize("case", INDICES)
-@pytest.mark.one_in(2)
-def test_any_indices(rng, x64, case):
-    """Values, gradients, tangents and second derivatives in float64."""
-    arrays, (weights, indices) = _operands(rng, biases=True)
-    indices = INDICES[case](indices)
-    tokens, k = indices.shape
-    arrays["x"], weights = arrays["x"][:tokens], weights[:tokens, :k]
-    operands, directions = (
-        jax.tree.map(lambda a: random(rng, a.shape, np.float64) / 2, (arrays, weights))
-        for _ in range(2)
-    )
-
-    def derivatives(f):
-        def loss(arrays, weights):
-            return jnp.sum(jnp.sin(f(arrays, weights, indices)))
-
-        def layer(*operands):
-            return f(*operands, indices)
-
-        gradient = jax.grad(loss, (0, 1))
-        return jax.jit(
-            lambda *operands: (
-                jax.jvp(layer, operands, directions),
-                jax.jvp(gradient, operands, directions),
-            )
-        )
-
-    found, wanted = (derivatives(f)(*operands) for f in (ours, dense))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), found, wanted)
 
 
 def test_remat_and_repeated_runs_have_the_same_bits(rng):
@@ -190,26 +125,6 @@ def test_export_with_a_symbolic_number_of_experts(rng):
     np.testing.assert_allclose(exported(symbolic).call(matrices), layer(matrices), **TOLERANCE)
 
 
-def test_vmap_and_scan_over_layers(rng):
-    models = [_operands(rng) for _ in range(3)]
-    arrays, routings = (
-        jax.tree.map(lambda *x: jnp.stack(x), *each) for each in zip(*models, strict=True)
-    )
-    found = jax.vmap(lambda a, r: ours(a, *r))(arrays, routings)
-    wanted = jax.vmap(lambda a, r: dense(a, *r))(arrays, routings)
-    np.testing.assert_allclose(found, wanted, **TOLERANCE)
-
-    def through(f):
-        def step(x, layer):
-            a, r = layer
-            return x + f({**a, "x": x}, *r), None
-
-        return jax.jit(jax.grad(lambda x: jax.lax.scan(step, x, (arrays, routings))[0].sum()))
-
-    x = arrays["x"][0]
-    np.testing.assert_allclose(through(ours)(x), through(dense)(x), rtol=2e-3, atol=2e-3)
-
-
 def test_experts_of_a_device(rng):
     """Parts of the experts add up to the whole."""
     arrays, (weights, indices) = _operands(rng)
@@ -218,25 +133,6 @@ def test_experts_of_a_device(rng):
         own = {k: v if k == "x" else v[first : first + 2] for k, v in arrays.items()}
         parts.append(ours(own, weights, indices, group_offset=first))
     np.testing.assert_allclose(sum(parts), dense(arrays, weights, indices), **TOLERANCE)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
-def test_types_of_16_bits(rng, dtype):
-    arrays, (weights, indices) = _operands(rng, dtype, biases=True)
-    weights = weights.astype(dtype)
-
-    def results(f, *operands):
-        gradient = jax.grad(lambda a, w: jnp.sum(f(a, w, indices) ** 2), (0, 1))
-        return jax.jit(lambda *args: (f(*args, indices), gradient(*args)))(*operands)
-
-    found = results(ours, arrays, weights)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (arrays, weights))
-        wanted = results(dense, *wide)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert a.dtype == dtype
-        bound = 8 * UNIT_ROUNDOFF[np.dtype(dtype)] * np.abs(b).max()
-        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("wide", ["x", "w_up", "w_gate", "w_down"])
@@ -250,24 +146,6 @@ def test_types_are_promoted(rng, wide):
     bound = TOLERANCE if wide != "w_down" else {"rtol": 2e-2, "atol": 2e-2}
     exact = jax.tree.map(lambda x: x.astype(np.float32), arrays)
     np.testing.assert_allclose(found, dense(exact, weights, indices), **bound)
-
-
-@pytest.mark.parametrize("biases", [True, False])
-def test_modes_do_not_change_the_layer(rng, biases):
-    arrays, (weights, indices) = _operands(rng, jnp.bfloat16, biases=biases)
-    logits = random(rng, (T, E), jnp.bfloat16)
-
-    def results():
-        gradient = jax.grad(lambda a, w: jnp.sum(ours(a, w, indices)), (0, 1))
-        groups = {"num_groups": 2, "chosen_groups": 1, "bias": jnp.zeros(E)}
-        routings = [jtk.route(logits, 2, **kwargs) for kwargs in ({}, groups)]
-        return ours(arrays, weights, indices), gradient(arrays, weights), routings
-
-    wanted = results()
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        jax.tree.map(np.testing.assert_array_equal, results(), wanted)
-    with jax.numpy_dtype_promotion("strict"), pytest.raises(jax.dtypes.TypePromotionError):
-        ours({**arrays, "x": jnp.ones((T, D))}, weights, indices)
 
 
 def test_lists_and_types_by_name(rng):

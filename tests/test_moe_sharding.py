@@ -111,7 +111,7 @@ def test_automatic_axes(rng, scheme, gradient):
 @pytest.mark.parametrize("types", [x for x in MESH_TYPES.values() if EXPLICIT in x], ids=str)
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_explicit_axes(rng, scheme, gradient, types):
     mesh, arrays, specs = mesh_of(types), _arrays(rng), _specs(scheme)
     if AUTO in types and ("two axes" in scheme or "common" in scheme):

@@ -76,7 +76,7 @@ def check(x, block, dtype, power_of_two, both, call=jtk.quantize):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dtype", [F8E4, F8E5])
 @pytest.mark.parametrize("of", [np.float32, ml_dtypes.bfloat16, np.float16])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_bits(rng, of, dtype, block, flags):
     check(hostile(rng, (150, 270), of), block, dtype, *flags)
 
@@ -100,31 +100,6 @@ def test_a_division_may_be_wrong_by_two_units(rng, monkeypatch):
 
         monkeypatch.setattr(quantize.lax, "div", divide)
         np.testing.assert_array_equal(np.asarray(_reciprocal(x)), np.float32(1) / x)
-
-
-def test_values_are_close(rng):
-    x = rng.normal(size=(3, 256, 384)).astype(np.float32)
-    values, scales = jtk.quantize(x)
-    again = np.asarray(values, np.float32) * np.repeat(np.asarray(scales), 128, -1)
-    largest = np.abs(x).reshape(3, 256, 3, 128).max(-1).repeat(128, -1)
-    # Half a unit in the last place of 4 bits, or of the smallest numbers.
-    bound = np.maximum(np.abs(x) * 2.0**-4, largest / 448 * 2.0**-10) * (1 + 2.0**-20)
-    assert (np.abs(again - x) <= bound).all()
-
-
-def test_batches_and_vmap(rng):
-    x = jnp.asarray(rng.normal(size=(3, 2, 40, 140)), np.float32)
-    found = jtk.quantize(x, both=True)
-    assert [y.shape for pair in found for y in pair] == [
-        (3, 2, 40, 140), (3, 2, 40, 2), (3, 2, 140, 40), (3, 2, 140, 1),
-    ]  # fmt: skip
-    for axis in (0, 3):
-        mapped = jax.vmap(lambda y: jtk.quantize(y, both=True), axis)(jnp.moveaxis(x, 0, axis))
-        for a, b in zip(jax.tree.leaves(mapped), jax.tree.leaves(found), strict=True):
-            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-    assert jtk.quantize(x[:, :, :0])[1].shape == (3, 2, 0, 2)
-    for block, shape in (((1, None), (3, 2, 40, 1)), ((None, None), (3, 2, 1, 1))):
-        np.testing.assert_array_equal(jtk.quantize(x[..., :0], block)[1], np.ones(shape))
 
 
 def test_there_is_no_derivative():

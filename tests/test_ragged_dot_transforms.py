@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from numerics import BF16, assert_close, check_derivatives, random
+from numerics import BF16, assert_close, random
 from ragged import CONTRACTED, KINDS, group_sizes
 
 import jax_tilekern as jtk
@@ -37,68 +35,10 @@ def loss(f):
     return lambda x, w, *rest: jnp.sin(f(x, w, *rest)).sum()
 
 
-@pytest.fixture
-def layer(rng):
-    sizes = jnp.asarray(group_sizes(rng, "random", 4, 30))
-    return random(rng, (30, 6), np.float32), random(rng, (4, 6, 5), np.float32), sizes
-
-
-def stacked(rng, count, axis, shape):
-    return random(rng, (*shape[:axis], count, *shape[axis:]), np.float32)
-
-
 def many_sizes(rng, *shape):
     kinds = rng.choice(KINDS, int(np.prod(shape)))
     sizes = [group_sizes(rng, kind, 4, 30) for kind in kinds]
     return jnp.asarray(np.stack(sizes).reshape(*shape, 4))
-
-
-def test_derivatives(layer):
-    x, w, sizes = layer
-    check_derivatives(lambda x, w: ours(x, w, sizes), (x, w))
-    y = jnp.cos(ours(x, w, sizes))
-
-    def weights(x, y):
-        return jtk.ragged_dot_general(x, y, sizes, CONTRACTED)
-
-    check_derivatives(weights, (x, y))
-
-
-def test_second_order(layer):
-    def curvature(f):
-        first = jax.grad(loss(f), (0, 1))
-        return jax.grad(lambda x, w, s: sum(jnp.sum(g**2) for g in first(x, w, s)), (0, 1))
-
-    got, expected = (jax.jit(curvature(f))(*layer) for f in (ours, theirs))
-    assert_close(got, expected)
-    args = layer[0][:6, :3], layer[1][:, :3, :2], jnp.array([2, 0, 3, 0])
-    assert_close(*(jax.jit(jax.hessian(loss(f), (0, 1)))(*args) for f in (ours, theirs)))
-
-
-@pytest.mark.parametrize(("axes", "out_axis"), [
-    ((0, None, None), 0), ((2, None, None), -1), ((None, 1, None), 0), ((None, 3, None), 0),
-    ((None, None, 0), 0), ((1, 2, None), 1), ((2, None, 1), 0), ((None, 0, 0), 0),
-    ((1, 3, 1), 2),
-])  # fmt: skip
-@pytest.mark.one_in(3)
-def test_vmap(rng, axes, out_axis):
-    """Over every subset of the operands, and the gradients of it and of its sum."""
-    x, w = (
-        random(rng, shape, np.float32) if axis is None else stacked(rng, 3, axis, shape)
-        for shape, axis in zip(((30, 6), (4, 6, 5)), axes, strict=False)
-    )
-    sizes = many_sizes(rng, 3) if axes[2] is not None else many_sizes(rng, 1)[0]
-    sizes = sizes.T if axes[2] == 1 else sizes
-
-    def everything(f):
-        mapped = jax.vmap(f, axes, out_axis)
-        each = jax.vmap(jax.grad(loss(f), (0, 1)), axes)
-        whole = jax.grad(loss(mapped), (0, 1))
-        return lambda *args: (mapped(*args), each(*args), whole(*args))
-
-    assert_close(jax.jit(everything(ours))(x, w, sizes), jax.jit(everything(theirs))(x, w, sizes))
-    choices = jtk.explain(everything(ours), x, w, sizes)
-    assert sum(choice.kernel is not None for choice in choices) == 7, choices
 
 
 @pytest.mark.parametrize("axes", [(None, None, None, 0), (0, None, 0, 0), (None, 0, None, 0)])
@@ -115,68 +55,6 @@ def test_vmap_over_offsets(rng, axes):
     for make in (lambda f: f, lambda f: jax.grad(loss(f), (0, 1))):
         got, expected = (jax.jit(jax.vmap(make(f), axes))(*args) for f in (ours, theirs))
         assert_close(got, expected)
-
-
-def test_nested_vmap(rng):
-    """Over rows, weights and sizes by turns, and a sum over it all."""
-    x = random(rng, (2, 30, 6, 3), np.float32)
-    w = random(rng, (3, 4, 6, 2, 5), np.float32)
-    sizes = many_sizes(rng, 3, 2)
-
-    def both(f):
-        return jax.vmap(jax.vmap(f, (2, 0, 0)), (0, 3, 1))
-
-    got, expected = (jax.jit(both(f))(x, w, sizes) for f in (ours, theirs))
-    assert_close(got, expected)
-    gradients = [jax.jit(jax.grad(loss(both(f)), (0, 1))) for f in (ours, theirs)]
-    assert_close(gradients[0](x, w, sizes), gradients[1](x, w, sizes))
-    shared = x[0, ..., 0], w[0, :, :, 0], sizes
-    twice = [jax.vmap(jax.vmap(f, (None, None, 0)), (None, None, 0)) for f in (ours, theirs)]
-    got, expected = (jax.jit(f)(*shared) for f in twice)
-    assert_close(got, expected)
-
-
-@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
-def test_gradients_have_the_operands_types(rng, dtype):
-    x, w = random(rng, (30, 6), dtype), random(rng, (4, 6, 5), np.float32)
-    sizes = many_sizes(rng, 1)[0]
-    got = jax.grad(lambda x, w: jtk.ragged_dot(x, w, sizes).sum(), (0, 1))(x, w)
-    assert [g.dtype for g in got] == [dtype, np.float32]
-    got = jax.grad(
-        lambda x: jtk.ragged_dot(x, w.astype(dtype), sizes, None, np.float32).sum()
-    )(x)  # fmt: skip
-    assert got.dtype == dtype
-
-
-@given(st.integers(0, 40), st.integers(1, 6), st.lists(st.integers(-9, 30), min_size=1, max_size=7),
-       st.integers(0, 2**32 - 1))  # fmt: skip
-@settings(max_examples=6)
-def test_random_sizes_and_shapes(rows, k, sizes, seed):
-    rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.integers(-3, 4, (rows, k)), np.float32)
-    w = jnp.asarray(rng.integers(-3, 4, (len(sizes), k, 3)), np.float32)
-
-    def value_and_gradients(f):
-        def square(x, w):
-            return (f(x, w, jnp.array(sizes)) ** 2).sum()
-
-        return jax.jit(jax.value_and_grad(square, (0, 1)))(x, w)
-
-    assert_close(value_and_gradients(ours), value_and_gradients(theirs))
-
-
-def test_export(rng):
-    x, w = random(rng, (30, 6), np.float32), random(rng, (4, 6, 5), np.float32)
-    sizes = many_sizes(rng, 1)[0]
-    exported = jax.export.export(
-        jax.jit(jax.grad(loss(ours))), disabled_checks=jtk.export_checks()
-    )(x, w, sizes)
-    loaded = jax.export.deserialize(exported.serialize())
-    assert_close(loaded.call(x, w, sizes), jax.grad(loss(theirs))(x, w, sizes))
-    (rows,) = jax.export.symbolic_shape("rows")
-    symbolic = jax.ShapeDtypeStruct((rows, 6), np.float32)
-    exported = jax.export.export(jax.jit(ours))(symbolic, w, sizes)
-    assert_close(exported.call(x, w, sizes), theirs(x, w, sizes))
 
 
 # Experts shared out among devices.
@@ -213,26 +91,6 @@ def test_shard_map_over_experts(rng, mesh, rows_spec):
     assert_close(
         jax.jit(jax.jacfwd(loss(sharded)))(x, w, sizes), jax.grad(loss(theirs))(x, w, sizes)
     )
-
-
-def test_shard_map_over_rows(rng, mesh):
-    """Each device has rows and sizes of its own, and all weights."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        x, w = random(rng, (4, 30, 6), np.float32), random(rng, (4, 6, 5), np.float32)
-    sizes = many_sizes(rng, 4)
-
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P("experts"), P(), P("experts")), out_specs=P("experts")
-    )
-    def sharded(x, w, sizes):
-        return jax.vmap(ours, (0, None, 0))(x, w, sizes)
-
-    plain = jax.vmap(theirs, (0, None, 0))
-    for argnums in (0, 1):
-        assert_close(
-            jax.jit(jax.grad(loss(sharded), argnums))(x, w, sizes),
-            jax.grad(loss(plain), argnums)(x, w, sizes),
-        )
 
 
 # What the program must not contain.

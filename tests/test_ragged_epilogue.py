@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from numerics import BF16, assert_close, check_derivatives
+from numerics import BF16, assert_close
 from ragged_layer import (
     GROUPS,
     HIGHEST,
@@ -31,11 +31,6 @@ def arrays(rng):
 # Values.
 
 
-@pytest.mark.parametrize("transformation", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_values(arrays, transformation):
-    assert_close(transformation(fused)(*arrays), unfused(*arrays))
-
-
 @pytest.mark.parametrize(
     "sizes",
     [[0, 0, 0, 0], [40, 0, 0, 0], [0, 0, 0, 40], [1, 1, 1, 1], [-3, 5, 0, 2], [9, 9, 2**31 - 1, 9]],
@@ -45,47 +40,6 @@ def test_sizes_of_groups(arrays, sizes):
     ends = np.minimum(np.cumsum(valid), M)
     sums = np.diff(ends, prepend=0).astype(np.int32)
     assert_close(fused(*arrays, np.array(sizes, np.int32)), unfused(*arrays, sums))
-
-
-@pytest.mark.parametrize(
-    ("rows", "k", "n", "groups"), [(0, 4, 3, 2), (5, 0, 3, 2), (5, 4, 0, 2), (5, 4, 3, 0)]
-)
-def test_empty_arrays(rows, k, n, groups):
-    arrays = map(jnp.ones, ((rows, k), (groups, k, n), (rows, n), (groups, n), (groups, 1)))
-    sizes = np.full(groups, 2, np.int32)
-    out = fused(*arrays, sizes)
-    # The sum over no k is zero, and its rows have groups.
-    expected = np.zeros((rows, n))
-    if k == 0:
-        expected[:4] = function(0.0, 1.0, 1.0, 1.0)
-    assert_close(out, expected)
-
-
-def test_operands_broadcast(arrays, rng):
-    x, w, *_ = arrays
-    rows, columns, number = (
-        jnp.asarray(rng.normal(size=shape), np.float32) for shape in ((M, 1), (N,), ())
-    )
-    group, both = (jnp.asarray(rng.normal(size=s), np.float32) for s in ((GROUPS, 1), (1, N)))
-
-    def add(y, rows, columns, number, group, both):
-        return ((((y * rows) + columns) * number) - group) * both
-
-    found = jtk.ragged_dot(
-        x,
-        w,
-        SIZES,
-        HIGHEST,
-        epilogue=add,
-        operands=(rows, columns, number),
-        group_operands=(group, both),
-    )
-
-    def of_rows(y, _, both, group):
-        return add(y, rows, columns, number, group, both)
-
-    both, ones = jnp.broadcast_to(both, (GROUPS, N)), jnp.ones((M, N))
-    assert_close(found, unfused(x, w, ones, both, group, function=of_rows))
 
 
 def test_rows_of_no_group_are_zeros_in_every_result(arrays):
@@ -143,22 +97,6 @@ def test_group_offset(arrays):
 # Derivatives.
 
 
-def test_gradients(arrays):
-    numbers = tuple(range(5))
-    expected = jax.grad(loss(unfused), numbers)(*arrays)
-    assert_close(jax.grad(loss(fused), numbers)(*arrays), expected)
-
-
-# The rule is that of products with epilogues.
-@pytest.mark.thorough
-def test_second_order(rng):
-    with jax.enable_x64(True):
-        shapes = (6, 4), (3, 4, 2), (6, 2), (3, 2), (3, 1)
-        arrays = [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
-        sizes = np.array([2, 0, 3], np.int32)
-        check_derivatives(lambda *xs: fused(*xs, sizes), arrays)
-
-
 def test_rows_of_no_group_have_no_derivative(arrays):
     """Though the function's is infinite there, and that of the last group's bias is read there."""
     x, w, residual, bias, _ = arrays
@@ -199,33 +137,6 @@ def test_gradients_of_several_results_of_several_types(arrays):
 
 
 # Transformations.
-
-
-@pytest.mark.parametrize("mapped", range(6))
-def test_vmap(arrays, mapped):
-    operands = [*arrays, jnp.asarray(SIZES)]
-    axes = [0 if i == mapped else None for i in range(6)]
-    operands[mapped] = jnp.stack([operands[mapped], jnp.roll(operands[mapped], 1, 0)])
-    found = jax.vmap(fused, axes)(*operands)
-    each = [
-        [x[i] if axis == 0 else x for x, axis in zip(operands, axes, strict=True)] for i in range(2)
-    ]
-    assert_close(found, jnp.stack([unfused(*xs) for xs in each]))
-
-
-# Covered by test_vmap and test_gradients one at a time.
-@pytest.mark.thorough
-def test_vmap_of_gradients_over_all_operands(arrays):
-    gradient = jax.vmap(jax.grad(loss(fused), (0, 1, 3)), (1, 1, 1, 1, None, 0))
-    operands = [jnp.stack([x, 2 * x], 1) for x in arrays[:4]]
-    sizes = jnp.stack([SIZES, SIZES[::-1]])
-    found = gradient(*operands, arrays[4], sizes)
-    # JAX's ragged_dot has no vmap over these axes.
-    each = [
-        jax.grad(loss(unfused), (0, 1, 3))(*(x[:, i] for x in operands), arrays[4], sizes[i])
-        for i in range(2)
-    ]
-    assert_close(found, jax.tree.map(lambda *xs: jnp.stack(xs), *each), 1e-3)
 
 
 # Errors.

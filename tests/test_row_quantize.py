@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
-from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import F8E5
@@ -128,22 +127,6 @@ def test_the_next_product_takes_it(rng):
     assert np.linalg.norm(y - expected) < 0.05 * np.linalg.norm(expected)
 
 
-def test_batches_and_vmap(rng):
-    x, w, bias = arrays(rng, 24, 200, 8, F32, (2, 3))
-    expected = separate(x, w, bias)
-    assert expected[1].shape == (2, 3, 24, 2)
-    assert_same_bits(fused(x, w, bias), expected)
-    for axis in (0, 2):
-        mapped = jax.vmap(fused, (axis, None, None))(jnp.moveaxis(x, 0, axis), w, bias)
-        assert_same_bits(mapped, expected)
-    biases = jnp.stack([bias, bias[::-1]])
-    mapped = jax.vmap(fused, (None, None, 0))(x[0], w, biases)
-    for i, own in enumerate(biases):
-        assert_same_bits([a[i] for a in mapped], separate(x[0], w, own))
-    gated = jax.vmap(lambda x, w: jtk.gated_linear(x, w, w, epilogue=jtk.row_quantize), (0, None))
-    assert_same_bits(gated(x, w), jtk.quantize(jtk.gated_linear(x, w, w)))
-
-
 def test_there_is_no_derivative(rng):
     x, w, bias = arrays(rng, 4, 8, 4, F32)
     with pytest.raises(TypeError, match=r"quantize has no derivative.*fp8_dot_general"):
@@ -164,12 +147,6 @@ def test_errors(rng):
         jtk.matmul(x, w, epilogue=lambda y: jtk.row_quantize(y > 0))
     with pytest.raises(ValueError, match=r"row_quantize .* at least 2 dimensions.*\(8,\)"):
         jtk.matmul(x[0], w, epilogue=jtk.row_quantize)
-
-
-def test_export(rng):
-    given = arrays(rng, 24, 200, 8, F32)
-    exported = export.export(jax.jit(fused), disabled_checks=jtk.export_checks())(*given)
-    assert_same_bits(export.deserialize(exported.serialize()).call(*given), separate(*given))
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")

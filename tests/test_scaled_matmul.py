@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_gpu import SMALL_H100, emulated_gpu
-from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
@@ -190,15 +189,6 @@ def test_scales_are_float32():
         jtk.scaled_matmul(x, x, jnp.ones((4, 1), BF16), jnp.ones((4, 1)))
     with pytest.raises(TypeError, match=r"preferred_element_type.*int32"):
         jtk.scaled_matmul(x, x, jnp.ones((4, 1)), jnp.ones((4, 1)), np.int32)
-
-
-def test_export(rng):
-    operands = values(rng, 40, 200), values(rng, 24, 200), scales(rng, 40, 2), scales(rng, 24, 2)
-    exported = export.export(jax.jit(jtk.scaled_matmul), disabled_checks=jtk.export_checks())(
-        *operands
-    )
-    loaded = export.deserialize(exported.serialize())
-    check(loaded.call(*operands), *operands)
 
 
 # -- Several devices -------------------------------------------------------------------------------

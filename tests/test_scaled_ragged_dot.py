@@ -136,27 +136,6 @@ def test_groups_from_an_offset(rng):
     assert not np.asarray(got[:5]).any()
 
 
-@pytest.mark.parametrize(
-    "axes", [(0, None, None, None, None), (None, 0, None, 1, None), (1, None, 0, 0, 0)]
-)
-@pytest.mark.one_in(2)
-def test_vmap(rng, axes):
-    sizes = np.array([[5, 0, 9], [3, 3, 8], [20, 0, 0]])
-    one = operands(rng, 20, 24, 144, 3)
-    stacked = [
-        x if axis is None else jnp.stack([x, x[::-1], x], axis)
-        for x, axis in zip(one, axes, strict=False)
-    ]
-    of_groups = sizes if axes[4] == 0 else sizes[0]
-    got = jax.vmap(product, axes)(*stacked, of_groups)
-    for i in range(3):
-        lhs, rhs, *of = (
-            x if axis is None else jnp.take(x, i, axis)
-            for x, axis in zip(stacked, axes, strict=False)
-        )
-        check(got[i], lhs, rhs, sizes[i] if axes[4] == 0 else sizes[0], *of)
-
-
 def test_derivatives_by_scales(rng):
     lhs, rhs, *of = operands(rng, 24, 40, 200, 3)
     sizes = np.array([5, 0, 16])

@@ -121,18 +121,6 @@ def test_wide_types(rng, dtype):
     assert found.dtype == wanted.dtype
 
 
-@pytest.mark.parametrize("segments", [3, 500])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_nan_and_infinity(rng, segments, reduction):
-    ids = np.arange(1000) % segments
-    x = np.asarray(random(rng, (1000, 4), np.float32)) * 0.01 + 1
-    x[0, 0], x[1, 1], x[2, 2], x[2 + segments, 2] = np.nan, np.inf, np.inf, -np.inf
-    found = getattr(jtk, f"segment_{reduction}")(x, ids, segments)
-    exact = _exact(reduction, x, ids, segments)
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(exact))
-    np.testing.assert_array_equal(np.isinf(found), np.isinf(exact))
-
-
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
 @pytest.mark.parametrize("mode", [None, "drop", "clip", "fill", "promise_in_bounds"])
 def test_modes_and_types_of_ids(rng, dtype, mode):
@@ -203,16 +191,6 @@ def test_same_bits_in_repeated_runs(rng):
         np.testing.assert_array_equal(run(x, ids).view(np.int32), first.view(np.int32))
 
 
-def test_means(rng):
-    ids = _ids(rng, 500, 40)
-    x = random(rng, (500, 7), BF16)
-    found = jtk.segment_mean(x, ids, 40)
-    counts = np.bincount(ids[(ids >= 0) & (ids < 40)], minlength=40)[:, None]
-    exact = _exact("sum", x, ids, 40) / np.maximum(counts, 1)
-    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2**-8, atol=1e-2)
-    assert jtk.segment_mean(np.arange(6), np.zeros(6, int), 1).dtype == np.float32
-
-
 # Functions of edges.
 
 
@@ -245,52 +223,6 @@ def test_functions_of_many_edges(rng):
         return jax.jit(jax.grad(lambda h, w: jnp.sum(f(h, w, *graph[2:]) ** 2), (0, 1)))
 
     jax.tree.map(close, *(gradient(f)(*graph[:2]) for f in (_messages, _plain_messages)))
-
-
-@pytest.mark.parametrize("plan", [jtk.segment_plan, lambda ids, _: ids])
-def test_functions_of_edges(rng, plan):
-    graph = _graph(rng)
-    ours = functools.partial(_messages, plan=plan)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3)
-    close(jax.jit(ours)(*graph), _plain_messages(*graph))
-
-    def loss(f):
-        return lambda h, w: jnp.sum(f(h, w, *graph[2:]) ** 2)
-
-    for transform in (
-        lambda f: jax.grad(f, (0, 1)), lambda f: jax.hessian(f, (0, 1)),
-        lambda f: jax.grad(jax.checkpoint(f)),
-    ):  # fmt: skip
-        jax.tree.map(
-            close,
-            jax.jit(transform(loss(ours)))(*graph[:2]),
-            jax.jit(transform(loss(_plain_messages)))(*graph[:2]),
-        )
-    check_derivatives(lambda h, w: ours(h, w, *graph[2:]), graph[:2])
-
-
-@pytest.mark.parametrize(
-    "mapped",
-    [
-        (0, None, None, None),
-        (None, 0, None, None),
-        (0, 0, 0, 0),
-        (None, None, 0, None),
-        (1, 0, None, None),
-    ],
-)
-def test_vmap_of_functions_of_edges(rng, mapped):
-    graphs = [_graph(rng) for _ in range(3)]
-    args = [
-        graphs[0][i] if axis is None else jnp.stack([g[i] for g in graphs], axis)
-        for i, axis in enumerate(mapped)
-    ]
-    for f in (lambda f: f, lambda f: jax.grad(lambda *a: jnp.sum(f(*a) ** 2), (0, 1))):
-        found = jax.vmap(f(_messages), mapped)(*args)
-        wanted = jax.vmap(f(_plain_messages), mapped)(*args)
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3), found, wanted
-        )
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8])
@@ -345,21 +277,6 @@ def test_derivatives_of_extrema(rng, reduction):
         *(jax.jvp(loss(f), (x,), (tangent,)) for f in (ours, theirs)), strict=True
     ):
         np.testing.assert_allclose(found, wanted, rtol=1e-4)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("mapped", [(0, 0), (0, None), (1, None), (None, 0)])
-def test_vmap(rng, reduction, mapped):
-    x, ids = whole(rng, 4, 50, 3, largest=2), _ids(rng, (4, 50), 12)
-    args = [
-        jnp.moveaxis(a, 0, axis) if axis is not None else a[0]
-        for a, axis in zip((x, ids), mapped, strict=True)
-    ]
-    ours, theirs = (getattr(module, f"segment_{reduction}") for module in (jtk, jax.ops))
-    found, wanted = (
-        jax.vmap(lambda x, ids, f=f: f(x, ids, 12), mapped)(*args) for f in (ours, theirs)
-    )
-    np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_plan_is_an_argument_of_jit_and_is_mapped(rng):
@@ -429,21 +346,6 @@ def test_take_elsewhere(rng):
             jnp.take(table, ids, mode="fill", **kwargs),
             strict=True,
         )
-
-
-@pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)])
-def test_vmap_of_take(rng, mapped):
-    table, ids = whole(rng, 3, 7, 2), rng.integers(0, 7, (3, 5))
-    args = [a if axis == 0 else a[0] for a, axis in zip((table, ids), mapped, strict=True)]
-
-    def gradient(f):
-        def loss(table):
-            rows = jax.vmap(lambda t, i: f(t, i, axis=0), mapped)(table, args[1])
-            return jnp.sum(rows**3)
-
-        return jax.grad(loss)(args[0])
-
-    np.testing.assert_array_equal(gradient(jtk.take), gradient(jnp.take))
 
 
 @pytest.mark.parametrize("mode", [None, "clip", "drop"])
@@ -527,32 +429,6 @@ def test_rules_of_top_k(rng):
 def _named(module, name):
     """A function of this package or of ``jax.ops``."""
     return getattr(jax.ops if module is jnp else module, f"segment_{name}")
-
-
-@pytest.mark.parametrize("types", ["auto", "explicit"])
-@pytest.mark.parametrize("spec", [P("d"), P("d", "m"), P(None, "m"), P(("d", "m"))])
-@pytest.mark.parametrize("reduction", ["sum", "max", "min"])
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.one_in(6)
-def test_sharded(rng, types, spec, reduction, gradient):
-    mesh = mesh_of(MESH_TYPES[types])
-    x, ids = whole(rng, 64, 8), jnp.asarray(_ids(rng, 64, 10))
-
-    def program(module):
-        def f(x, ids):
-            return _named(module, reduction)(x, ids, 10)
-
-        return jax.grad(lambda x, ids: jnp.sum(f(x, ids)[:4])) if gradient else f
-
-    args = put(mesh, x, spec), put(mesh, ids, P(spec[0]))
-    with jax.set_mesh(mesh):
-        if types == "auto":
-            check(mesh, program, args, kernels=False)
-        else:
-            # JAX's function needs the result's sharding.
-            found = jax.jit(program(jtk))(*args)
-    if types == "explicit":
-        np.testing.assert_array_equal(found, program(jnp)(x, ids))
 
 
 @pytest.mark.parametrize(
@@ -815,15 +691,6 @@ def test_plans_are_pickled_and_compared_by_identity():
     again = pickle.loads(pickle.dumps(plan))
     assert len({plan, again, plan}) == 2
     np.testing.assert_array_equal(jtk.segment_sum(jnp.ones(3), again), [1, 0, 2])
-
-
-def test_strict_promotion():
-    x, ids = jnp.ones((4, 3), BF16), np.array([0, 2, 1, -1], np.int8)
-    with jax.numpy_dtype_promotion("strict"):
-        assert jtk.segment_mean(x, ids, 4).dtype == BF16
-        assert jtk.segment_mean(jnp.ones((4, 3), np.int32), ids, 4).dtype == np.float32
-        np.testing.assert_array_equal(jtk.take(x, ids, axis=0), np.ones((4, 3), BF16))
-        np.testing.assert_array_equal(jtk.scatter_add(x, ids, x), np.full((4, 3), 2, BF16))
 
 
 def test_operands_that_are_no_arrays():

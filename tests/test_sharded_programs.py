@@ -142,62 +142,6 @@ def test_sizes_that_do_not_divide(rng, shape, specs):
 # Other operations.
 
 
-def vectors(module):
-    def f(a, v):
-        return module.matvec(a, v), module.vecmat(v, a.T), module.vdot(v, v), module.dot(a, v)
-
-    return f
-
-
-@pytest.mark.parametrize(
-    "specs", [(P("d"), P()), (P("d", "m"), P("m")), (P(None, "m"), P("m")), (P("m"), P())], ids=str
-)
-@pytest.mark.parametrize("derivative", [False, True])
-def test_products_with_vectors(rng, specs, derivative):
-    mesh = mesh_of((AUTO, AUTO))
-    args = [
-        put(mesh, x, s)
-        for x, s in zip((integers(rng, 16, 32), integers(rng, 32)), specs, strict=True)
-    ]
-
-    def program(module):
-        f = vectors(module)
-        if not derivative:
-            return f
-        return jax.grad(lambda *args: sum((x**2).sum() for x in f(*args)), (0, 1))
-
-    check(mesh, program, args)
-
-
-@pytest.mark.parametrize("spec", [P("d"), P(None, "m"), P("d", "m"), P(("d", "m"))], ids=str)
-@pytest.mark.parametrize("types", MESH_TYPES.values(), ids=MESH_TYPES)
-@pytest.mark.one_in(2)
-def test_transposes_sums_and_additions(rng, spec, types):
-    if spec == P(("d", "m")) and AUTO in types and EXPLICIT in types:
-        pytest.skip("a type has no place for an automatic axis beside an explicit one")
-    mesh = mesh_of(types)
-
-    def program(module):
-        def f(x, y):
-            row = module.sum(module.add(x, y), 0)
-            return module.transpose(x), row, module.add(y, row), module.sum(y)
-
-        return lambda x, y: (
-            f(x, y),
-            jax.grad(lambda *a: sum((t**2).sum() for t in f(*a)), (0, 1))(x, y),
-        )
-
-    with jax.set_mesh(mesh):
-        args = [put(mesh, integers(rng, 16, 32), spec) for _ in range(2)]
-        # XLA fuses and combines collectives of its own operations; here are several.
-        theirs, ours = compiled_pair(mesh, program, args)
-        assert_equal_trees(ours(*args), theirs(*args))
-        assert bytes_sent(ours) <= SLACK * bytes_sent(theirs) + 512, (
-            collectives(ours),
-            collectives(theirs),
-        )
-
-
 # Grouped GEMMs.
 
 GROUPS, ROWS = 8, 32
@@ -276,14 +220,6 @@ def test_a_gradient_of_groups_sends_rows_or_matrices(rng, rows, groups, kind):
     compiled = whole.lower(*args).compile()
     assert {c.kind for c in collectives(compiled)} == {kind}
     np.testing.assert_array_equal(compiled(*args), jax.jit(gradient)(x, cotangent))
-
-
-def test_sharded_group_sizes(rng):
-    mesh = mesh_of((AUTO, AUTO))
-    sizes = np.asarray(rng.multinomial(ROWS - 3, np.full(GROUPS, 1 / GROUPS)), np.int32)
-    x, w = integers(rng, ROWS, 8), integers(rng, GROUPS, 8, 16)
-    got = jax.jit(jtk.ragged_dot)(x, w, put(mesh, sizes, P("m")))
-    np.testing.assert_array_equal(got, lax.ragged_dot(x, w, jnp.asarray(sizes)))
 
 
 @pytest.mark.parametrize("types", [x for x in MESH_TYPES.values() if EXPLICIT in x], ids=str)

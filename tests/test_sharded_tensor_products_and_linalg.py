@@ -243,37 +243,11 @@ TWO = {  # Functions of matrices and right-hand sides.
     "solve_triangular": of_linalg("solve_triangular", jsp_linalg, lower=True),
     "triangular_solve": of_linalg("triangular_solve", lax.linalg, left_side=True, lower=True),
 }
-BATCHES = [
-    (P("d"), P("d")),
-    (P(("d", "m")), P(("d", "m"))),
-    (P("d"), P()),
-    (P(), P("d")),
-]
-MATRICES = {
-    f"{name} {', '.join(map(str, specs))}": (program, specs)
-    for functions, every in (
-        (ONE, [(P("d"),), (P(("d", "m")),), (P(None, "m"),)]),
-        (TWO, BATCHES),
-    )
-    for name, program in functions.items()
-    for specs in every
-}
 
 
 def positive_definite(rng, *shape):
     a = rng.standard_normal(shape).astype(np.float32)
     return a @ a.mT / shape[-1] + np.eye(shape[-1], dtype=np.float32)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.one_in(18)
-def test_batches_of_small_matrices(rng, name, transform):
-    program, specs = MATRICES[name]
-    arrays = [positive_definite(rng, 64, 4, 4), rng.standard_normal((64, 4, 3)).astype(np.float32)]
-    ours = check(specs, arrays[: len(specs)], program, transform, assert_close_trees)
-    if transform == "forward" and all(spec and spec[0] for spec in specs):
-        assert "jax_tilekern_cpu_matrix" in ours.as_text()
 
 
 LARGE = {

@@ -10,7 +10,6 @@ import pytest
 from candidate_calls import run
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from numerics import check_derivatives
 from nvrtc_mark import needs_gpu, needs_nvrtc
 from products import BF16, F16, F32, H100, INT32, TYPES, row_major
 from sharded import AUTO, devices, mesh_of
@@ -22,46 +21,9 @@ from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gpu import current_gpu
 
-EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
-
 
 def polynomial(product, scale, x):
     return scale * product - x
-
-
-def scaled(product, row, column):
-    return product * row * column
-
-
-@pytest.mark.usefixtures("highest_precision")
-@pytest.mark.parametrize("dtype", EPS)
-@pytest.mark.parametrize("shape", [(5, 12), (2, 3, 17, 4)])
-def test_values(rng, dtype, shape):
-    x = jnp.asarray(rng.normal(size=shape) / 4, dtype)
-    wide = np.asarray(x, np.float64)
-    gram = wide @ wide.mT
-    norms = np.linalg.norm(wide, axis=-1, keepdims=True)
-    symmetric = jnp.asarray(gram, dtype)
-    of_rounded = np.asarray(symmetric, np.float64)
-    scale = jnp.asarray(rng.normal(size=(*shape[:-2], 1, 1)), np.float32)
-    for got, wanted in (
-        (jtk.symmetric_matmul(x), gram),
-        (jtk.symmetric_matmul(x, (2 * x).mT), 2 * gram),
-        (
-            jtk.symmetric_matmul(
-                symmetric, symmetric, epilogue=polynomial, operands=(scale, symmetric)
-            ),
-            np.asarray(scale, float) * (of_rounded @ of_rounded) - of_rounded,
-        ),
-        (
-            jtk.symmetric_matmul(x, epilogue=scaled, operands=(1 / norms, 1 / norms.mT)),
-            gram / norms / norms.mT,
-        ),
-    ):
-        assert got.shape == gram.shape
-        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=0,
-                                   atol=4 * EPS[dtype] * max(1, np.abs(wanted).max()))  # fmt: skip
-    assert jtk.symmetric_matmul(x, preferred_element_type=np.float32).dtype == np.float32
 
 
 @pytest.mark.usefixtures("highest_precision")
@@ -72,41 +34,6 @@ def test_types_and_empty_matrices(rng):
     ones = jnp.ones((3, 4), np.int8)
     np.testing.assert_array_equal(jtk.symmetric_matmul(ones), np.full((3, 3), 4, np.int8))
     assert jtk.symmetric_matmul(np.ones((2, 0, 3), np.float32)).shape == (2, 0, 0)
-
-
-def test_derivatives_are_those_of_the_product(x64, rng):
-    x, y = rng.normal(size=(2, 4, 6))
-    gram = x @ x.T
-
-    def f(x, s):
-        gram = jtk.symmetric_matmul(x)
-        return jtk.symmetric_matmul(gram, gram, epilogue=polynomial, operands=(s, gram))
-
-    check_derivatives(f, (x, 1.5))
-    weights = rng.normal(size=(4, 4))
-
-    def weighted(product):
-        # The cotangent is not symmetric.
-        return jax.grad(lambda *xs: (weights * product(*xs)).sum(), (0, 1))
-
-    for operands in ((x, y.T), (gram, gram)):
-        got = weighted(jtk.symmetric_matmul)(*operands)
-        for ours, wanted in zip(got, weighted(jnp.matmul)(*operands), strict=True):
-            np.testing.assert_allclose(ours, wanted, rtol=1e-12)
-
-
-@pytest.mark.usefixtures("highest_precision")
-def test_vmap(rng):
-    x = rng.normal(size=(4, 4, 4)).astype(np.float32)
-    f = jtk.symmetric_matmul
-    for axes in ((0, 0), (1, None), (None, 2)):
-        operands = [x if axis is not None else x[0] for axis in axes]
-        np.testing.assert_allclose(
-            jax.vmap(f, axes)(*operands), jax.vmap(jnp.matmul, axes)(*operands), atol=1e-5
-        )
-    s = np.array([1, 2], np.float32)
-    got = jax.vmap(lambda s: f(x, epilogue=polynomial, operands=(s, x)))(s)
-    np.testing.assert_allclose(got, s[:, None, None, None] * (x @ x.mT) - x, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -261,24 +188,3 @@ def test_every_kernel_of_halves(rng, kind, out, rows, batch):
         for candidate in found:
             got = run(candidate.plan(planned), (operand, operand), (*batch, rows, rows), out)
             np.testing.assert_array_equal(got, expected, err_msg=candidate.key)
-
-
-@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
-@pytest.mark.parametrize(
-    "spec", [P("d"), P(None, "m"), P(None, None, "m"), P("d", None, "m"), P("d", "m")], ids=str
-)
-def test_sharded_values_and_gradients(rng, spec):
-    x = rng.normal(size=(8, 16, 32)).astype(np.float32)
-    placed = jax.device_put(x, NamedSharding(mesh_of((AUTO, AUTO)), spec))
-
-    def with_gradient(product):
-        def loss(x):
-            result = product(x)
-            return jnp.sin(result).sum(), result
-
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))
-
-    (_, found), gradient = with_gradient(jtk.symmetric_matmul)(placed)
-    (_, wanted), of_wanted = with_gradient(lambda x: x @ x.mT)(jax.device_put(x, devices()[0]))
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=1e-4)
-    np.testing.assert_allclose(np.asarray(gradient), np.asarray(of_wanted), atol=1e-3)

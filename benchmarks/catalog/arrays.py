@@ -25,10 +25,13 @@ def sum_over(draw: Draw, name: str) -> Call:
     if draw.only is None and draw.chance(0.2):
         options["initial"] = 3
     over = tuple(range(len(labels))) if options["axis"] is None else axes
+    # What is left out may be anything.
+    where = draw.rng.random(x.shape) < 0.7 if draw.chance(0.2) else None
+    masked = {} if where is None else {"where": where}
 
     def errors(result, x):
         value, magnitude = (
-            z.sum(over, keepdims=options["keepdims"]) + options.get("initial", 0)
+            z.sum(over, keepdims=options["keepdims"], **masked) + options.get("initial", 0)
             for z in (wide(x), np.abs(wide(x)))
         )
         terms = math.prod(np.shape(x)[i] for i in over) + 2
@@ -38,13 +41,14 @@ def sum_over(draw: Draw, name: str) -> Call:
 
     def cotangent_errors(cotangents, cotangent, x):
         ct = wide(cotangent) if options["keepdims"] else np.expand_dims(wide(cotangent), over)
-        return [compared(cotangents[0], np.broadcast_to(ct, x.shape), 0)]
+        ct = np.broadcast_to(ct, x.shape)
+        return [compared(cotangents[0], ct if where is None else np.where(where, ct, 0), 0)]
 
     return Call(
         name,
-        text_of(options),
+        f"{text_of(options)}{', where' * bool(masked)}",
         (x,),
-        lambda m, x: m.sum(x, **options),
+        lambda m, x: m.sum(x, **options, **masked),
         errors,
         cotangent_errors if is_float(x.dtype) and x.dtype not in FP8 else None,
     )

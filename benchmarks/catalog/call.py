@@ -12,11 +12,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Shape, type and the order in which the dimensions are stored."""
+    """Shape, type, the order in which the dimensions are stored, and the values if given."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     order: tuple[int, ...]
+    values: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def __str__(self):
         stored = "" if self.order == tuple(range(len(self.shape))) else f" in order {self.order}"
@@ -78,6 +79,8 @@ class Description:
         Whether it computes NumPy's arrays, outside of JAX's transformations.
     tolerance
         Share of the largest number by which float32 may differ from float64, beside that of types.
+    own_types
+        Whether results have other types than plain JAX's, such as float32 for 16-bit operands.
     """
 
     name: str
@@ -86,6 +89,7 @@ class Description:
     linear: bool = False
     on_host: bool = False
     tolerance: float = 1e-4
+    own_types: bool = False
 
 
 def describe(generator: Callable[..., Call], *names: str, **properties: Any) -> list[Description]:

@@ -36,10 +36,14 @@ class Draw:
     only
         Without it, calls have any sizes and types. With a type, they are small, without options,
         of that type where the operation takes it, and of sizes that two devices divide.
+    scale
+        Factor of the small sizes.
     """
 
-    def __init__(self, rng: np.random.Generator, only: np.dtype[Any] | None = None) -> None:
-        self.rng, self.only = rng, only
+    def __init__(
+        self, rng: np.random.Generator, only: np.dtype[Any] | None = None, scale: int = 1
+    ) -> None:
+        self.rng, self.only, self.scale = rng, only, scale
 
     def chance(self, probability):
         """Return true with a probability."""
@@ -58,7 +62,7 @@ class Draw:
     def size(self, most=300):
         """Return a size, small ones more often."""
         if self.only is not None:
-            return self.one(2, 4, 6, 8)
+            return self.one(2, 4, 6, 8) * self.scale
         low, high = self.one((1, 1), (2, 9), (2, 9), (10, 70), (10, 70), (70, 300))
         size = int(self.rng.integers(low, high + 1))
         return 0 if self.chance(0.02) else min(size, most)
@@ -103,6 +107,10 @@ class Draw:
         order = self.rng.permutation(rank).tolist() if self.chance(0.4) else range(rank)
         return Operand(tuple(shape), dtype, tuple(order))
 
+    def given(self, values):
+        """Return an operand of these values, such as indices."""
+        return Operand(values.shape, values.dtype, tuple(range(values.ndim)), values)
+
     def operands(self, subscripts, sizes, types=None, broadcast=""):
         """Return operands of an einsum, of which some dimensions of some labels are 1."""
         inputs = subscripts.split("->")[0].split(",")
@@ -133,6 +141,8 @@ class Draw:
     def value(self, operand, special):
         """Return normal numbers, or integers that floats of 8 bits of significand hold."""
         shape, dtype = operand.shape, operand.dtype
+        if operand.values is not None:
+            return operand.values
         if dtype.kind in "iu":
             low, high = max(np.iinfo(dtype).min, -128), min(np.iinfo(dtype).max, 127)
             return self.rng.integers(low, high, shape, dtype=np.int64, endpoint=True).astype(dtype)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jax_tilekern as jtk
 from benchmarks.catalog.bounds import (
     BF16,
     F16,
@@ -19,16 +22,10 @@ from benchmarks.catalog.bounds import (
 )
 from benchmarks.catalog.call import Call, describe
 from benchmarks.catalog.draw import Draw
+from benchmarks.catalog.oracles import ORACLES
 
 _ACTIVATIONS = ((jax.nn.relu, 1), (jnp.tanh, 1), (jax.nn.silu, 1.1))
-_LAYERS = {
-    "linear": lambda m, f, x, w, b: m.linear(x, w, b, f),
-    "matmul, epilogue": lambda m, f, x, w, b: m.matmul(
-        x, w, epilogue=lambda y, bias: f(y + bias), operands=(b,)
-    ),
-    "fuse": lambda m, f, x, w, b: m.fuse(lambda x, w, b: f(x @ w + b[None]))(x, w, b),
-    "patch": lambda m, f, x, w, b: m.patch()(lambda x, w, b: f(x @ w + b[None]))(x, w, b),
-}
+_LAYERS = ("linear", "matmul, epilogue", "fuse", "patch")
 
 
 def layer(draw: Draw, name: str) -> Call:
@@ -36,8 +33,26 @@ def layer(draw: Draw, name: str) -> Call:
     # Second derivatives of relu are zeros.
     activation, derivative = draw.one(*_ACTIVATIONS[draw.only is not None :])
     types = [draw.type(F32, BF16, F16)] * 3
-    subscripts = "mk,kn,n->mn"
-    operands = draw.operands(subscripts, draw.sizes("mkn"), types)
+    sizes = draw.sizes("mkn")
+    m, n = sizes["m"], sizes["n"]
+    shape = draw.one((n,), (1, n), (m, 1), (m, n), ()) if name == "matmul, epilogue" else (n,)
+    operands = *draw.operands("mk,kn->mn", sizes, types[:2]), draw.operand(shape, types[2])
+
+    # The same functions in each call.
+    def of_sum(y, b):
+        return activation(y + b)
+
+    def of_product(x, w, b):
+        return activation(x @ w + b[None])
+
+    wrapped = of_product, (jtk.fuse(of_product) if name == "fuse" else jtk.patch()(of_product))
+
+    def call(m, x, w, b):
+        if name == "linear":
+            return m.linear(x, w, b, activation)
+        if name == "matmul, epilogue":
+            return m.matmul(x, w, epilogue=of_sum, operands=(b,))
+        return wrapped[m is jtk](x, w, b)
 
     def errors(result, x, w, b):
         value, magnitude, terms = einsum("mk,kn->mn", wide(x), wide(w))
@@ -54,7 +69,7 @@ def layer(draw: Draw, name: str) -> Call:
         name,
         activation.__name__,
         operands,
-        lambda m, *arrays: _LAYERS[name](m, activation, *arrays),
+        call,
         errors,
         is_plain=False,
     )
@@ -83,11 +98,15 @@ def linear_cross_entropy(draw: Draw, name: str) -> Call:
     sizes = draw.sizes("mdv")
     rows, depth, columns = (max(1, sizes[x]) for x in "mdv")
     types = [draw.type(F32, BF16)] * 2
-    operands = draw.operand((rows, depth), types[0]), draw.operand((depth, columns), types[1])
     labels = draw.rng.integers(0, columns, rows).astype(np.int32)
+    operands = (
+        draw.operand((rows, depth), types[0]),
+        draw.operand((depth, columns), types[1]),
+        draw.given(labels),
+    )
     reduction = "mean" if name.endswith("mean") else "none"
 
-    def errors(result, h, w):
+    def errors(result, h, w, _):
         y, magnitude, terms = einsum("md,dv->mv", wide(h), wide(w))
         share = (terms + 1) * 2.0**-24 + operand_rounding(types, None)
         top = y.max(1)
@@ -105,7 +124,7 @@ def linear_cross_entropy(draw: Draw, name: str) -> Call:
         name,
         "",
         operands,
-        lambda m, h, w: m.linear_cross_entropy(h, w, labels, reduction=reduction),
+        lambda m, h, w, labels: m.linear_cross_entropy(h, w, labels, reduction=reduction),
         errors,
         is_plain=False,
     )
@@ -125,6 +144,11 @@ def row_reduction(draw: Draw, name: str) -> Call:
     operands = draw.operands("mk,kn->m", sizes, [dtype] * 2)
     each, expected = _ROWS[name]
 
+    def reduced(m, y):
+        return getattr(m, name)(each(y))
+
+    epilogues = [functools.partial(reduced, m) for m in (ORACLES, jtk)]
+
     def errors(result, x, w):
         y, magnitude, terms = einsum("mk,kn->mn", wide(x), wide(w))
         share = (terms + sizes["n"] + 16) * 2.0**-24 + operand_rounding([dtype] * 2, None)
@@ -139,7 +163,7 @@ def row_reduction(draw: Draw, name: str) -> Call:
         name,
         "",
         operands,
-        lambda m, x, w: m.matmul(x, w, epilogue=lambda y: getattr(m, name)(each(y))),
+        lambda m, x, w: m.matmul(x, w, epilogue=epilogues[m is jtk]),
         errors,
         is_plain=False,
     )
@@ -148,6 +172,8 @@ def row_reduction(draw: Draw, name: str) -> Call:
 DESCRIPTIONS = [
     *describe(layer, *_LAYERS),
     *describe(gated_linear, "gated_linear"),
-    *describe(linear_cross_entropy, "linear_cross_entropy", "linear_cross_entropy, mean"),
-    *describe(row_reduction, *_ROWS),
+    *describe(
+        linear_cross_entropy, "linear_cross_entropy", "linear_cross_entropy, mean", own_types=True
+    ),
+    *describe(row_reduction, *_ROWS, own_types=True),
 ]

@@ -45,11 +45,11 @@ def ragged_dot(draw: Draw, name: str) -> Call:
         return value, share * magnitude
 
     # No product of another group: zeros of a mask times NaN.
-    def errors(result, a, b):
+    def errors(result, a, b, _):
         a, b = (wide(as_promoted(x, types)) for x in (a, b))
         return [compared(result, *sums("gmk,gkn->mn", in_groups(a), b, False))]
 
-    def cotangent_errors(cotangents, cotangent, a, b):
+    def cotangent_errors(cotangents, cotangent, a, b, _):
         ct = in_groups(wide(cotangent))
         return [
             compared(cotangents[0], *sums("gmn,gkn->mk", ct, wide(b), True)),
@@ -59,8 +59,8 @@ def ragged_dot(draw: Draw, name: str) -> Call:
     return Call(
         name,
         f"group_sizes={counts.tolist()}, {text_of(options)}",
-        operands,
-        lambda m, a, b: m.ragged_dot(a, b, counts, **options),
+        (*operands, draw.given(counts)),
+        lambda m, a, b, sizes: m.ragged_dot(a, b, sizes, **options),
         errors,
         cotangent_errors if all(map(is_float, types)) else None,
         is_plain=False,
@@ -68,27 +68,37 @@ def ragged_dot(draw: Draw, name: str) -> Call:
 
 
 def with_epilogue(draw: Draw, name: str) -> Call:
-    """Draw groups of rows, of which an epilogue adds a bias and computes the tanh."""
+    """Draw groups of rows, of which an epilogue adds two operands and computes the tanh."""
     dtype = draw.type(F32, BF16)
     sizes = draw.sizes("mkn")
     m, k, n = (max(1, sizes[label]) for label in "mkn")
     groups = draw.one(1, 3)
-    counts = draw.rng.multinomial(m, np.full(groups, 1 / groups)).astype(np.int32)
-    operands = tuple(draw.operand(shape, dtype) for shape in ((m, k), (groups, k, n), (n,)))
+    rows = int(draw.rng.integers(0, m + 1)) if draw.chance(0.5) else m
+    counts = draw.rng.multinomial(rows, np.full(groups, 1 / groups)).astype(np.int32)
+    of_rows = draw.one((n,), (m, 1), (m, n), ())
+    shapes = (m, k), (groups, k, n), of_rows, (groups, draw.one(1, n))
+    operands = tuple(draw.operand(shape, dtype) for shape in shapes)
+    # Rows of no group are zeros.
+    of_row = np.repeat(np.arange(groups), counts)
 
-    def errors(result, x, w, b):
-        x, w = wide(x), wide(w)[np.repeat(np.arange(groups), counts)]
-        value, magnitude, terms = einsum("mk,mkn->mn", x, w)
+    def errors(result, x, w, b, c, _):
+        value, magnitude, terms = einsum("mk,mkn->mn", wide(x)[:rows], wide(w)[of_row])
+        b, c = np.broadcast_to(wide(b), (m, n))[:rows], wide(c)[of_row]
         share = (terms + 4) * 2.0**-24 + operand_rounding([dtype] * 2, None)
-        slack = share * (magnitude + np.abs(wide(b))) + 2.0**-20
-        return [compared(result, np.tanh(value + wide(b)), slack)]
+        slack = share * (magnitude + np.abs(b) + np.abs(c)) + 2.0**-20
+        rest = (0, m - rows), (0, 0)
+        expected = np.pad(np.tanh(value + b + c), rest)
+        return [compared(result, expected, np.pad(slack, rest))]
+
+    def biased(y, b, c):
+        return jnp.tanh(y + b + c)
 
     return Call(
         name,
         f"group_sizes={counts.tolist()}",
-        operands,
-        lambda m, x, w, b: m.ragged_dot(
-            x, w, counts, epilogue=lambda y, b: jnp.tanh(y + b), operands=(b,)
+        (*operands, draw.given(counts)),
+        lambda m, x, w, b, c, sizes: m.ragged_dot(
+            x, w, sizes, epilogue=biased, operands=(b,), group_operands=(c,)
         ),
         errors,
         is_plain=False,
@@ -105,7 +115,7 @@ def ragged_dot_general(draw: Draw, name: str) -> Call:
     masks = np.repeat(np.arange(groups), counts) == np.arange(groups)[:, None]
     dimensions = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
-    def errors(result, a, b):
+    def errors(result, a, b, _):
         value, magnitude, terms = einsum("gmk,mn->gkn", masks[..., None] * wide(a), wide(b))
         share = (terms + 1) * 2.0**-24 + operand_rounding([dtype] * 2, None)
         return [compared(result, value, share * magnitude)]
@@ -113,8 +123,8 @@ def ragged_dot_general(draw: Draw, name: str) -> Call:
     return Call(
         name,
         f"group_sizes={counts.tolist()}",
-        operands,
-        lambda m, a, b: m.ragged_dot_general(a, b, counts, dimensions),
+        (*operands, draw.given(counts)),
+        lambda m, a, b, sizes: m.ragged_dot_general(a, b, sizes, dimensions),
         errors,
         is_plain=False,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import jax_tilekern as jtk
 from benchmarks.catalog.bounds import F32, F64, UNIT_ROUNDOFF, compared, wide
 from benchmarks.catalog.call import Call, describe
 from benchmarks.catalog.draw import Draw
@@ -23,6 +25,8 @@ def steps(draw: Draw, name: str) -> Call:
         start = jnp.abs(n) + 1, jnp.zeros_like(n)
         return lax.while_loop(lambda state: state[0] != 1, step, start)[1]
 
+    mapped = jax.vmap(length), jtk.kernel(length)
+
     def exact(n):
         n, found = int(abs(n)) + 1, 0
         while n != 1:
@@ -30,7 +34,7 @@ def steps(draw: Draw, name: str) -> Call:
         return found
 
     return Call(
-        name, "", (operand,), lambda m, n: m.kernel(length)(n),
+        name, "", (operand,), lambda m, n: mapped[m is jtk](n),
         lambda result, n: [compared(result, np.array([exact(x) for x in n], np.int64), 0)],
         is_plain=False,
     )  # fmt: skip
@@ -44,6 +48,8 @@ def branch(draw: Draw, name: str) -> Call:
 
     def either(x, y):
         return lax.cond(x > y, lambda x, y: x * x + y, lambda x, y: x - y * y, x, y)
+
+    mapped = jax.vmap(either), jtk.kernel(either)
 
     def errors(result, x, y):
         x, y = wide(x), wide(y)
@@ -59,7 +65,7 @@ def branch(draw: Draw, name: str) -> Call:
         ]
 
     return Call(
-        name, "", operands, lambda m, *xs: m.kernel(either)(*xs), errors,
+        name, "", operands, lambda m, *xs: mapped[m is jtk](*xs), errors,
         cotangent_errors, is_plain=False,
     )  # fmt: skip
 
@@ -75,6 +81,9 @@ def polynomial(draw: Draw, name: str) -> Call:
             return y * x + c[degree - i]
 
         return lax.fori_loop(0, degree + 1, step, jnp.zeros_like(x))
+
+    # The same functions in each call.
+    mapped = jax.vmap(horner, (0, None)), jtk.kernel(horner, in_axes=(0, None))
 
     def powers(x):
         return wide(x)[:, None] ** np.arange(degree + 1)
@@ -95,7 +104,7 @@ def polynomial(draw: Draw, name: str) -> Call:
 
     return Call(
         name, f"degree {degree}", operands,
-        lambda m, x, c: m.kernel(horner, in_axes=(0, None))(x, c), errors, cotangent_errors,
+        lambda m, x, c: mapped[m is jtk](x, c), errors, cotangent_errors,
         is_plain=False,
     )  # fmt: skip
 

@@ -30,15 +30,19 @@ def linear_algebra(draw: Draw, name: str) -> Call:
     shapes = [(*batch, n, n)] + ([(*batch, n, columns)] if "solve" in name else [])
     operands = tuple(draw.operand(shape, dtype) for shape in shapes)
     eye = np.eye(n)
+    lower, transposed, unit_diagonal = (draw.chance(0.5) for _ in range(3))
 
     def call(m, a, *others):
         a = jnp.matmul(a, a.mT, precision="highest") / n if name == "cholesky" else a
         a = a + (1 if name == "cholesky" else 2 * math.sqrt(n)) * _identity(a)
         function = getattr(m.linalg, name)
         if name == "solve_triangular":
-            return a, function(a, *others, lower=True)
+            options = {"lower": lower, "unit_diagonal": unit_diagonal}
+            return a, function(a, *others, trans=int(transposed), **options)
         if name == "triangular_solve":
-            return a, function(a, *others, lower=True, left_side=True)
+            options = {"lower": lower, "unit_diagonal": unit_diagonal}
+            x = others[0].mT
+            return a, function(a, x, left_side=False, transpose_a=not transposed, **options).mT
         return a, function(a, *others)
 
     def errors(result, _, *others):
@@ -49,24 +53,26 @@ def linear_algebra(draw: Draw, name: str) -> Call:
         if name == "solve":
             return [(np.abs(a @ found - wide(others[0])), u * (size @ np.abs(found)))]
         if name in ("solve_triangular", "triangular_solve"):
-            residual = np.tril(a) @ found - wide(others[0])
-            return [(np.abs(residual), u * (np.tril(size) @ np.abs(found)))]
+            a = np.tril(a) if lower else np.triu(a)
+            a = a - a * eye + eye if unit_diagonal else a
+            a = a.swapaxes(-1, -2) if transposed else a
+            return [(np.abs(a @ found - wide(others[0])), u * (np.abs(a) @ np.abs(found)))]
         if name == "cholesky":
-            transposed = np.swapaxes(found, -1, -2)
-            return [(np.abs(found @ transposed - a), u * (np.abs(found) @ np.abs(transposed)))]
+            upper = np.swapaxes(found, -1, -2)
+            return [(np.abs(found @ upper - a), u * (np.abs(found) @ np.abs(upper)))]
         if name == "lu":
-            p, lower, upper = found
-            return [(np.abs(p @ lower @ upper - a), u * (p @ (np.abs(lower) @ np.abs(upper))))]
+            p, left, upper = found
+            return [(np.abs(p @ left @ upper - a), u * (p @ (np.abs(left) @ np.abs(upper))))]
         if name == "lu_factor":
             factors, pivots = found
-            lower, upper = np.tril(factors, -1) + eye, np.triu(factors)
+            left, upper = np.tril(factors, -1) + eye, np.triu(factors)
             order = np.broadcast_to(np.arange(n), pivots.shape).copy()
             for i in range(n):
                 j = pivots[..., i : i + 1]
                 order[..., [i]], moved = np.take_along_axis(order, j, -1), order[..., [i]]
                 np.put_along_axis(order, j, moved, -1)
             permuted = np.take_along_axis(a, order[..., None], -2)
-            return [(np.abs(lower @ upper - permuted), u * (np.abs(lower) @ np.abs(upper)))]
+            return [(np.abs(left @ upper - permuted), u * (np.abs(left) @ np.abs(upper)))]
         if name == "det":
             exact = np.linalg.det(a.astype(np.float64))
             condition = np.linalg.cond(a.astype(np.float64))
@@ -77,7 +83,8 @@ def linear_algebra(draw: Draw, name: str) -> Call:
             (np.abs(found[1] - logarithm), u * n * np.ones_like(logarithm)),
         ]
 
-    return Call(f"linalg.{name}", "", operands, call, errors, is_plain=False)
+    text = f"{lower=}, {transposed=}, {unit_diagonal=}" if "triangular" in name else ""
+    return Call(f"linalg.{name}", text, operands, call, errors, is_plain=False)
 
 
 def norms(a):

@@ -24,10 +24,6 @@ def _namesakes(ours: Any, *modules: Any) -> dict[str, Any]:
     return found
 
 
-def _identity(function: Any) -> Any:
-    return function
-
-
 def _with_epilogue(y: Any, epilogue: Any, operands: Any) -> Any:
     return y if epilogue is None else epilogue(y, *operands)
 
@@ -50,22 +46,33 @@ def _gated_linear(x: Any, gate: Any, up: Any) -> Any:
 
 def _linear_cross_entropy(h: Any, w: Any, labels: Any, *, reduction: str) -> Any:
     y = h @ w
-    labelled = jnp.take_along_axis(y, labels[:, None], 1)[:, 0]
+    labelled = jnp.take_along_axis(y, jnp.asarray(labels)[:, None], 1)[:, 0]
     losses = jax.nn.logsumexp(y, 1) - labelled
     return losses.mean() if reduction == "mean" else losses
 
 
 def _ragged_dot(
-    lhs: Any, rhs: Any, sizes: Any, *, epilogue: Any = None, operands: Any = (), **options: Any
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    *,
+    epilogue: Any = None,
+    operands: Any = (),
+    group_operands: Any = (),
+    **options: Any,
 ) -> Any:
-    """Multiply rows with zeros in place of others' rows, because they may have NaN."""
+    """Choose among products by the matrix of each group, because others' may have NaN."""
     out = jax.eval_shape(functools.partial(lax.ragged_dot, **options), lhs, rhs, sizes)
     bounds = jnp.cumsum(jnp.asarray(sizes))
     group = jnp.searchsorted(bounds, jnp.arange(lhs.shape[0]), side="right")
     masks = (group == jnp.arange(rhs.shape[0])[:, None])[..., None]
-    rows = jnp.where(masks, lhs, jnp.zeros((), lhs.dtype))
-    y = jnp.einsum("gmk,gkn->mn", rows, rhs, preferred_element_type=out.dtype)
-    return _with_epilogue(y, epilogue, operands)
+    y = jnp.einsum("mk,gkn->gmn", lhs, rhs, preferred_element_type=out.dtype)
+    y = jnp.where(masks, y, jnp.zeros((), y.dtype)).sum(0, dtype=y.dtype)
+    if epilogue is None:
+        return y
+    of_groups = (jnp.asarray(x)[jnp.minimum(group, len(x) - 1)] for x in group_operands)
+    y = epilogue(y, *operands, *of_groups)
+    return jnp.where(masks.any(0), y, jnp.zeros((), y.dtype))
 
 
 def _ragged_dot_general(lhs: Any, rhs: Any, sizes: Any, dimensions: Any) -> Any:
@@ -85,15 +92,30 @@ def _matmul_reduce_scatter(x: Any, w: Any, axis: str) -> Any:
     return lax.psum_scatter(x @ w, axis, tiled=True)
 
 
-def _kernel(function: Any, in_axes: Any = 0) -> Any:
-    return jax.vmap(function, in_axes)
+def _moe(
+    x: Any,
+    up: Any,
+    down: Any,
+    weights: Any,
+    indices: Any,
+    *,
+    activation: Any,
+    w_gate: Any = None,
+    save: Any = None,
+    **biases: Any,
+) -> Any:
+    def with_bias(y: Any, of: str) -> Any:
+        return y + biases[f"b_{of}"][:, None] if biases else y
 
-
-def _moe(x: Any, up: Any, down: Any, weights: Any, indices: Any, *, w_gate: Any) -> Any:
-    hidden = jax.nn.silu(jnp.einsum("td,edh->eth", x, w_gate)) * jnp.einsum("td,edh->eth", x, up)
-    y = jnp.einsum("eth,ehd->etd", hidden, down)
-    chosen = jax.nn.one_hot(indices, len(up), dtype=x.dtype)
-    return jnp.einsum("tke,tk,etd->td", chosen, weights, y)
+    hidden = with_bias(jnp.einsum("td,edh->eth", x, up), "up")
+    if w_gate is None:
+        hidden = activation(hidden)
+    else:
+        hidden *= activation(with_bias(jnp.einsum("td,edh->eth", x, w_gate), "gate"))
+    y = with_bias(jnp.einsum("eth,ehd->etd", hidden, down), "down")
+    chosen = (indices[..., None] == jnp.arange(len(up)))[..., None]
+    weighted = weights[..., None, None] * y.swapaxes(0, 1)[:, None]
+    return jnp.where(chosen, weighted, jnp.zeros((), y.dtype)).sum((1, 2))
 
 
 def _route(logits: Any, k: int) -> Any:
@@ -197,16 +219,13 @@ ORACLES = SimpleNamespace(
         **_namesakes(jtk, jnp, jnp.linalg, lax, jax.ops),
         "all_gather_matmul": _all_gather_matmul,
         "fp8_dot_general": lax.dot_general,
-        "fuse": _identity,
         "gated_linear": _gated_linear,
-        "kernel": _kernel,
         "linear": _linear,
         "linear_cross_entropy": _linear_cross_entropy,
         "matmul": _matmul,
         "matmul_reduce_scatter": _matmul_reduce_scatter,
         "moe": _moe,
         "muon": _muon,
-        "patch": lambda: _identity,
         "quantize": _quantize,
         "ragged_dot": _ragged_dot,
         "ragged_dot_general": _ragged_dot_general,

@@ -293,13 +293,13 @@ def symmetric_polynomial(draw: Draw, name: str) -> Call:
     share = (operand.shape[-1] + 3) * unit(dtype)
     share += operand_rounding([dtype], options.get("precision"))
 
+    def scaled_difference(product, scale, x):
+        return scale * product - x
+
     def call(m, a):
         # XLA would not round what the epilogue reads.
         x = lax.optimization_barrier(a + a.mT)
-        y = m.symmetric_matmul(
-            x, x, epilogue=lambda product, scale, x: scale * product - x, operands=(0.5, x),
-            **options,
-        )  # fmt: skip
+        y = m.symmetric_matmul(x, x, epilogue=scaled_difference, operands=(0.5, x), **options)
         return x, y
 
     def errors(result, _):

@@ -63,7 +63,7 @@ def row_quantize(draw: Draw, name: str) -> Call:
         name,
         "",
         operands,
-        lambda m, x, w: _restored(*m.matmul(x, w, epilogue=lambda y: m.row_quantize(y))),
+        lambda m, x, w: _restored(*m.matmul(x, w, epilogue=m.row_quantize)),
         errors,
         is_plain=False,
     )
@@ -84,12 +84,15 @@ def scaled_product(draw: Draw, name: str) -> Call:
         draw.operand((*batch, n, 1), F32),
     )
 
-    def call(m, x, w, *scales):
-        if batch:
-            return m.scaled_ragged_dot(x, w, counts, *scales)
-        return m.scaled_matmul(x, w, *scales)
+    if batch:
+        operands += (draw.given(counts),)
 
-    def errors(result, x, w, x_scales, w_scales):
+    def call(m, x, w, x_scales, w_scales, *sizes):
+        if batch:
+            return m.scaled_ragged_dot(x, w, *sizes, x_scales, w_scales)
+        return m.scaled_matmul(x, w, x_scales, w_scales)
+
+    def errors(result, x, w, x_scales, w_scales, *_):
         x, w = wide(x) * wide(x_scales), wide(w) * wide(w_scales)
         if batch:
             of_row = np.searchsorted(bounds, np.arange(m), side="right")

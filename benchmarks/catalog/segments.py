@@ -38,13 +38,16 @@ def segments(draw: Draw, name: str) -> Call:
     own = np.clip(ids, 0, count - 1) if mode == "clip" and count else ids
     belongs = own[:, None] == np.arange(count)
 
-    def call(m, x):
+    # What ascends is the same for all elements of a batch.
+    operands = (rows,) if is_sorted else (rows, draw.given(ids))
+
+    def call(m, x, ids=ids):
         if has_plan and m is jtk:
             plan = m.segment_plan(ids, count, indices_are_sorted=is_sorted, mode=mode)
             return getattr(m, name)(x, plan)
         return getattr(m, name)(x, ids, count, indices_are_sorted=is_sorted, mode=mode)
 
-    def errors(result, x):
+    def errors(result, x, _=None):
         if name in ("segment_max", "segment_min"):
             neutral = -np.inf if name == "segment_max" else np.inf
             reduce = np.max if name == "segment_max" else np.min
@@ -62,14 +65,14 @@ def segments(draw: Draw, name: str) -> Call:
         slack = (edges + 2) * unit(dtype) * magnitude / count_of_each
         return [compared(result, value / count_of_each, slack)]
 
-    def cotangent_errors(cotangents, cotangent, x):
+    def cotangent_errors(cotangents, cotangent, *_):
         value, _, _ = einsum("es,sc->ec", belongs.astype(float), wide(cotangent))
         return [compared(cotangents[0], value, 0)]
 
     return Call(
         name,
         f"ids={ids.dtype}{ids.tolist()[:20]}, {count}, {is_sorted=}, {has_plan=}, {mode=}",
-        (rows,),
+        operands,
         call,
         errors,
         cotangent_errors if name == "segment_sum" else None,
@@ -86,7 +89,7 @@ def rows_of_table(draw: Draw, name: str) -> Call:
     (table,) = draw.operands("rc->", {"r": rows, "c": columns}, [dtype])
     (updates,) = draw.operands("ec->", {"e": edges, "c": columns}, [dtype])
 
-    def taken(result, x):
+    def taken(result, x, _=None):
         return [compared(result, wide(x)[index % rows], 0)]
 
     def sums(result, x, start):
@@ -96,16 +99,21 @@ def rows_of_table(draw: Draw, name: str) -> Call:
 
     if name == "take":
         return Call(
-            name, f"{index.tolist()[:20]}", (table,), lambda m, x: m.take(x, index, axis=0), taken,
-            lambda cts, ct, x: sums(cts[0], ct, np.zeros(x.shape)), is_plain=False,
-        )  # fmt: skip
+            name,
+            f"{index.tolist()[:20]}",
+            (table, draw.given(index)),
+            lambda m, x, index: m.take(x, index, axis=0),
+            taken,
+            lambda cts, ct, x, _: sums(cts[0], ct, np.zeros(x.shape)),
+            is_plain=False,
+        )
     return Call(
         name,
         f"{index.tolist()[:20]}",
-        (table, updates),
-        lambda m, x, y: m.scatter_add(x, index, y),
-        lambda result, x, y: sums(result, y, wide(x)),
-        lambda cts, ct, x, y: [compared(cts[0], wide(ct), 0), *taken(cts[1], ct)],
+        (table, updates, draw.given(index)),
+        lambda m, x, y, index: m.scatter_add(x, index, y),
+        lambda result, x, y, _: sums(result, y, wide(x)),
+        lambda cts, ct, *_: [compared(cts[0], wide(ct), 0), *taken(cts[1], ct)],
         is_plain=False,
     )
 
@@ -116,10 +124,15 @@ def messages(draw: Draw, name: str) -> Call:
     dtype, reduction = draw.type(F32, BF16, F16, F64), draw.one("sum", "sum", "max")
     ids = draw.rng.integers(-1, count + 1, edges).astype(np.int32)
     source = draw.rng.integers(0, nodes, edges).astype(np.int32)
-    operands = draw.operand((nodes, columns), dtype), draw.operand((edges, 1), dtype)
+    operands = (
+        draw.operand((nodes, columns), dtype),
+        draw.operand((edges, 1), dtype),
+        draw.given(ids),
+        draw.given(source),
+    )
     belongs = ids[:, None] == np.arange(count)
 
-    def errors(result, x, w):
+    def errors(result, x, w, *_):
         each = np.tanh(wide(x)[source]) * wide(w)
         slack = 8 * UNIT_ROUNDOFF[dtype] * np.abs(each)
         if reduction == "max":
@@ -130,13 +143,16 @@ def messages(draw: Draw, name: str) -> Call:
         picks = belongs.T.astype(float)
         return [compared(result, picks @ each, picks @ slack)]
 
+    def weighted(x, w):
+        return jnp.tanh(x) * w
+
     return Call(
         name,
         f"{reduction}, ids={ids.tolist()[:20]}, {count}",
         operands,
-        lambda m, x, w: m.segment_reduce(
-            lambda x, w: jnp.tanh(x) * w, x, w, segment_ids=ids, num_segments=count,
-            gather=(source, None), reduction=reduction,
+        lambda m, x, w, ids, source: m.segment_reduce(
+            weighted, x, w, segment_ids=ids, num_segments=count, gather=(source, None),
+            reduction=reduction,
         ),
         errors,
         is_plain=False,
@@ -173,16 +189,16 @@ def integers(draw: Draw, name: str) -> Call:
         inside = np.maximum(keys, 0)
         expected = np.bincount(inside[inside < bins], minlength=bins)
         return Call(
-            name, f"{keys.tolist()[:20]}, {bins}", (operand,),
-            lambda m, x: m.bincount(keys, length=bins) + jnp.zeros_like(x, np.int32).sum(),
-            lambda result, x: [compared(result, expected, 0)], is_plain=False,
+            name, f"{keys.tolist()[:20]}, {bins}", (operand, draw.given(keys)),
+            lambda m, x, keys: m.bincount(keys, length=bins) + jnp.zeros_like(x, np.int32).sum(),
+            lambda result, *_: [compared(result, expected, 0)], is_plain=False,
         )  # fmt: skip
     keys = np.clip(keys, 0, bins - 1)
     order = np.argsort(keys, kind="stable")
     return Call(
-        name, f"{keys.tolist()[:20]}, {bins}", (operand,),
-        lambda m, x: m.sort_by_key(keys, x, num_keys=bins)[1],
-        lambda result, x: [compared(result, wide(x)[order], 0)], is_plain=False,
+        name, f"{keys.tolist()[:20]}, {bins}", (operand, draw.given(keys)),
+        lambda m, x, keys: m.sort_by_key(keys, x, num_keys=bins)[1],
+        lambda result, x, _: [compared(result, wide(x)[order], 0)], is_plain=False,
     )  # fmt: skip
 
 
