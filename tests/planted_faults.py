@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[1]
 
 # File, text, and what takes its place; the transformation and the operation of the test.
 FAULTS = [
+    ("primitives/linearity.py", "if all(type(tangents[i]) is ad.Zero",
+     "if any(type(tangents[i]) is ad.Zero", "jvp", "add"),
     ("ops/add.py", "else jnp.moveaxis(x, dim, mapped)",
      "else x", "vmap", "add"),
     ("ops/sum.py", "axis + (axis >= mapped) for axis in axes",
@@ -65,6 +67,10 @@ FAULTS = [
      "if False", "vjp", "segment_reduce"),
     ("ops/segments/derivatives.py", "is None else g + 1 for i in known",
      "is None else g for i in known", "vjp", "segment_reduce"),
+    ("ops/segments/reduce.py", "own + first_of_batches(size, rows), -1",
+     "own, -1", "vmap", "segment_reduce"),
+    ("ops/segments/reduce.py", "own + first_of_batches(size, rows), -1",
+     "own, -1", "nested vmap", "segment_reduce"),
     ("ops/segments/top_k.py", "jnp.moveaxis(operands[0], dims[0], 0)",
      "operands[0]", "vmap", "top_k"),
     ("ops/segments/top_k.py",
@@ -78,9 +84,9 @@ FAULTS = [
      "if not call.rhs_first else (along_m, left)", "vjp", "fp8_dot_general"),
     ("ops/lane_rules.py", "sums = (jnp.sum(x, axes) if axes",
      "sums = (jnp.max(x, axes) if axes", "vjp", "kernel"),
-    ("linalg.py", "(jnp.zeros_like(sign), trace)",
+    ("ops/linalg/functions.py", "(jnp.zeros_like(sign), trace)",
      "(jnp.zeros_like(sign), -trace)", "jvp", "linalg.slogdet"),
-    ("linalg.py", ".at[..., -1].set(others)",
+    ("ops/linalg/functions.py", ".at[..., -1].set(others)",
      ".at[..., -1].set(determinant)", "jvp", "linalg.det"),
 ]  # fmt: skip
 

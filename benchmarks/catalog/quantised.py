@@ -16,7 +16,7 @@ from benchmarks.catalog.bounds import (
     operand_rounding,
     wide,
 )
-from benchmarks.catalog.call import Call, describe
+from benchmarks.catalog.call import Call, Operand, describe
 from benchmarks.catalog.draw import Draw
 
 # A rounding to an 8-bit float with a scale errs by a share of the number, or of the largest one.
@@ -77,7 +77,7 @@ def scaled_product(draw: Draw, name: str) -> Call:
     batch = (groups,) if name == "scaled_ragged_dot" else ()
     bounds = np.sort(draw.rng.integers(0, m + 1, groups))
     counts = np.diff(bounds, prepend=0).astype(np.int32)
-    operands = (
+    operands: tuple[Operand, ...] = (
         draw.operand((m, k), F8E4),
         draw.operand((*batch, n, k), F8E4),
         draw.operand((m, 1), F32),
