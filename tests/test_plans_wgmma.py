@@ -1,36 +1,31 @@
-"""Plans on Hopper's tensor cores: properties over random geometries; no GPU needed.
+"""Plans on Hopper's tensor cores: tensor maps of random geometries, and the kernels' parameters.
 
-What the kernel does with the numbers that it gets is modelled here: which item is which tile of
-which output (``gemm/sm90/tile_scheduler.cuh``), and what boxes of the tensor maps it copies.
+``test_emulated_layouts.py`` has the values of random layouts.
 """
 
-import itertools
-import math
-
-import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from nvrtc_mark import needs_nvrtc
 from products import (
+    BF16,
+    F32,
     H100,
     geometries,
     product_of,
     products,
+    ragged_product_of,
     row_major,
     taken,
 )
 from wgmma_launches import (
-    batch_positions,
     buffers_bytes,
-    offset_bytes,
     plan_of,
-    rasterized_tile,
-    unpack_shape,
 )
 
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
 from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS
+from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 from jax_tilekern.plans.launch import TensorMap
 
 # Sizes are 1 in most dimensions, or odd, or span several tiles; k may be split.
@@ -60,41 +55,9 @@ def main_launch(plan):
     return launch
 
 
-def shape_of(plan):
-    return unpack_shape(main_launch(plan).parameters[-1])
-
-
 def buffer_bytes(product, plan):
     """What each buffer of the plan has at least."""
     return buffers_bytes(product, product.geometry) + plan.workspace_bytes
-
-
-def work_items(shape, config):
-    """``DenseTiles`` of gemm/sm90/tile_scheduler.cuh: all items."""
-    item = np.arange(shape["work_tiles"])
-    tiles = shape["tiles_m"] * shape["tiles_n"]
-    stacked, index = item // tiles, item % tiles
-    m, n = rasterized_tile(index, shape["tiles_m"], shape["tiles_n"], shape["raster_height"])
-    split, batch = stacked // shape["batches"], stacked % shape["batches"]
-    positions = batch_positions(shape, batch)
-    if shape["split_k_tiles"] < shape["k_tiles"]:
-        positions["out_batch"] = [0 * stacked, 0 * stacked, stacked]
-    steps = shape["split_k_tiles"]
-    return {
-        "m": m * config.block_m,
-        "n": n * config.block_n,
-        "split": split,
-        "batch": batch,
-        **positions,
-        "k": split * steps * config.block_k,
-        "k_tiles": np.minimum(steps, shape["k_tiles"] - split * steps),
-    }
-
-
-def sides(candidate):
-    """The product's m and n as the kernel has them."""
-    g = candidate.product.geometry
-    return (g.n, g.m) if candidate.swapped else (g.m, g.n)
 
 
 @st.composite
@@ -104,58 +67,6 @@ def cases(draw, geometries):
     found = list(candidates(product, H100))
     assume(found)
     return product, draw(st.sampled_from(found))
-
-
-# -- Candidates. -----------------------------------------------------------------------------------
-
-
-# -- Work. -----------------------------------------------------------------------------------------
-
-
-@given(cases(st.one_of(small, deep)), st.data())
-def test_items_cover_every_output_and_all_of_k_once(case, data):
-    product, choice = case
-    g, instance = product.geometry, choice.instance
-    plan = plan_of(choice)
-    launch, shape = main_launch(plan), shape_of(plan)
-    m, n = sides(choice)
-    work = work_items(shape, instance)
-
-    assert launch.grid[1:] == (1, 1)
-    assert 1 <= launch.grid[0] <= H100.sm_count
-    assert launch.cluster == (1, 1, 1)
-    assert launch.grid[0] <= shape["work_tiles"]
-    assert launch.block == (instance.threads, 1, 1)
-    assert launch.shared_memory_bytes == instance.shared_memory_bytes
-
-    assert (shape["m"], shape["n"]) == (m, n)
-    assert shape["batches"] == math.prod(g.batch) == math.prod(shape["batch"])
-    tiles_m = -(-m // instance.block_m)
-    tiles_n = -(-n // instance.block_n)
-    done = set(
-        zip(
-            *(work[name].tolist() for name in ("split", "batch")),
-            (work["m"] // instance.block_m).tolist(),
-            (work["n"] // instance.block_n).tolist(),
-            strict=True,
-        )
-    )
-    ranges = [range(size) for size in (choice.splits, shape["batches"], tiles_m, tiles_n)]
-    assert len(work["m"]) == math.prod(map(len, ranges))
-    assert done == set(itertools.product(*ranges))
-
-    firsts_of_k = [
-        first + k_tile * instance.block_k
-        for first, count in dict.fromkeys(
-            zip(work["k"].tolist(), work["k_tiles"].tolist(), strict=True)
-        )
-        for k_tile in range(count)
-    ]
-    assert firsts_of_k == list(range(0, g.k, instance.block_k))
-    assert min(work["k_tiles"]) >= 1
-
-
-# -- Memory. ---------------------------------------------------------------------------------------
 
 
 @given(cases(any_geometry))
@@ -178,72 +89,6 @@ def test_tensor_maps_stay_inside_their_buffers(case):
         assert out.box_bytes <= 8192
     else:
         assert out == lhs
-
-
-@given(cases(st.one_of(small, deep)), st.data())
-def test_maps_lead_to_the_elements_of_the_operands(case, data):
-    """What the kernel reads and writes at random positions is what the geometry says."""
-    product, choice = case
-    g, instance = product.geometry, choice.instance
-    plan = plan_of(choice)
-    shape = shape_of(plan)
-    lhs_map, rhs_map, out_map, pointer, _ = main_launch(plan).parameters
-    m, n = sides(choice)
-    row, column, k = (data.draw(st.integers(0, size - 1)) for size in (m, n, g.k))
-    i, j = (column, row) if choice.swapped else (row, column)
-    work = work_items(shape, instance)
-    item = data.draw(st.integers(0, len(work["m"]) - 1))
-    batch = np.unravel_index(work["batch"][item], g.batch) if g.batch else ()
-
-    def position(name):
-        return [int(x[item]) for x in work[name]]
-
-    operands = [(lhs_map, instance.lhs_k_major, row, m), (rhs_map, instance.rhs_k_major, column, n)]
-    if choice.swapped:
-        operands.reverse()
-    names = ("rhs_batch", "lhs_batch") if choice.swapped else ("lhs_batch", "rhs_batch")
-    sources = (
-        (g.lhs_strides, (i, k), product.lhs_dtype.itemsize),
-        (g.rhs_strides, (k, j), product.rhs_dtype.itemsize),
-    )
-    for buffer in (0, 1):
-        tensor_map, k_major, line, lines = operands[buffer]
-        strides, matrix, itemsize = sources[buffer]
-        assert tensor_map.sizes[:2] == ((g.k, lines) if k_major else (lines, g.k))
-        inner = (k, line) if k_major else (line, k)
-        got = offset_bytes(tensor_map, inner, position(names[buffer]))
-        if tensor_map.buffer == buffer:
-            wanted = np.dot((*batch, *matrix), strides) * itemsize
-        else:
-            # Rows of k, of whole 128 bytes, of all matrices that are not the same by broadcasting.
-            own = [d for d, size in enumerate(g.batch) if size > 1 and strides[d] != 0]
-            index = 0
-            for d in own:
-                index = index * g.batch[d] + batch[d]
-            row_bytes = -(-g.k * itemsize // 128) * 128
-            wanted = (index * lines + line) * row_bytes + k * itemsize
-        assert got == wanted
-
-    # The output, or the partial sums of a split.
-    wanted, itemsize = np.dot((*batch, i, j), g.out_strides), product.out_dtype.itemsize
-    if choice.splits > 1:
-        stacked = work["split"][item] * shape["batches"] + work["batch"][item]
-        wanted, itemsize = (stacked * g.m + i) * g.n + j, 4
-    inner = (row, column) if instance.out_m_major else (column, row)
-    if instance.tma_store:
-        assert out_map.sizes[:2] == ((m, n) if instance.out_m_major else (n, m))
-        assert out_map.element_bytes == itemsize
-        assert offset_bytes(out_map, inner, position("out_batch")) == wanted * itemsize
-    else:
-        batch_offset = np.dot(position("out_batch"), shape["out_batch_strides"])
-        assert inner[0] + inner[1] * shape["out_stride"] + batch_offset == wanted
-    assert pointer.index == (2 if choice.splits == 1 else 2 + len(plan.workspace_bytes))
-
-
-# -- Passes. ---------------------------------------------------------------------------------------
-
-
-# -- What the C++ has. -----------------------------------------------------------------------------
 
 
 @needs_nvrtc
@@ -269,3 +114,28 @@ def test_parameters_are_those_of_the_compiled_kernels(wanted, kernels):
     ]
     assert plan.name == f"wgmma_matmul {wanted.arithmetic}"
     assert all(one.entry.spill_bytes == 0 for one in plan.launches)
+
+
+def name_of(product):
+    geometry = product.geometry
+    sizes = (geometry.groups, *geometry.outer_batch, geometry.m, geometry.n)
+    return f"{product.arithmetic}-{geometry.ragged}-{'x'.join(map(str, sizes))}"
+
+
+ROWS_OF_BATCHES = ragged_product_of("bf16", "m", 5, 2000, 520, 328, batch=(2, 3))
+WIDE_SUMS = ragged_product_of(
+    "bf16", "k", 5, 264, 520, 2000, lhs_k_major=False, types=(BF16, BF16, F32)
+)
+SINGLE_STORES = ragged_product_of("int8", "m", 5, 2000, 511, 336, rhs_k_major=True)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("product", [ROWS_OF_BATCHES, WIDE_SUMS, SINGLE_STORES], ids=name_of)
+def test_parameters_of_grouped_gemms_are_those_of_the_compiled_kernels(product):
+    choice = min(taken(GROUPED_WGMMA, product, H100), key=lambda choice: choice.cycles)
+    # Launch compares them.
+    launches, fakes = choice.plan(H100).launches, plan_of(choice).launches
+    for launch, fake in zip(launches, fakes, strict=True):
+        assert launch.entry.parameter_bytes == fake.entry.parameter_bytes
+        assert launch.parameters == fake.parameters
+        assert launch.entry.spill_bytes == 0

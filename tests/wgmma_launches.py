@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 from unittest import mock
 
-import numpy as np
 from products import H100
 
 # The layouts of WgmmaShape in gemm/sm90/config.cuh, and GroupShape in grouped_gemm/groups.cuh.
@@ -51,65 +50,6 @@ def plan_of(candidate, gpu=H100):
     module = sys.modules[type(candidate).__module__]
     with mock.patch.object(module, "compile_kernels", return_value=FakeCompiled()):
         return candidate.plan(gpu)
-
-
-def unpack_shape(scalars):
-    """The fields of ``WgmmaShape``."""
-    assert len(scalars.data) == _SHAPE_BYTES == 112
-    values = struct.unpack(SHAPE_LAYOUT, scalars.data)
-    names = ("batches", "m", "n", "k_tiles", "split_k_tiles", "part_step")
-    names += ("tiles_m", "tiles_n", "raster_height", "work_tiles")
-    return {
-        "out_batch_strides": values[0:3],
-        "out_stride": values[3],
-        "batch": values[4:7],
-        "lhs_steps": values[7:10],
-        "rhs_steps": values[10:13],
-        **dict(zip(names, values[13:], strict=True)),
-    }
-
-
-def unpack_groups(scalars):
-    """The fields of ``GroupShape``."""
-    assert len(scalars.data) == _GROUPS_BYTES == 48
-    values = struct.unpack(GROUPS_LAYOUT, scalars.data)
-    return {
-        "bounds_strides": values[0:3],
-        "batch": values[3:6],
-        **dict(zip(("batches", "groups", "rows"), values[6:], strict=True)),
-    }
-
-
-def rasterized_tile(index, tiles_m, tiles_n, band):
-    """``rasterized_tile`` of rasterization.cuh, for arrays."""
-    per_band = band * tiles_n
-    first = index // per_band * band
-    height = np.minimum(band, tiles_m - first)
-    within = index % per_band
-    return first + within % height, within // height
-
-
-def batch_positions(shape, batch):
-    """``set_batch`` of gemm/sm90/config.cuh, for arrays: positions of lhs, rhs and output."""
-    positions, rest = [], batch
-    for size in reversed(shape["batch"]):
-        positions.insert(0, rest % size)
-        rest = rest // size
-
-    def stepped(steps):
-        return [x * step for x, step in zip(positions, shape[steps], strict=True)]
-
-    return {
-        "lhs_batch": stepped("lhs_steps"),
-        "rhs_batch": stepped("rhs_steps"),
-        "out_batch": positions,
-    }
-
-
-def offset_bytes(tensor_map, matrix, batch):
-    """Where a map has the element at a matrix's (inner, outer) and at batch[0], [1] and [2]."""
-    at = (matrix[1], *reversed(batch))
-    return matrix[0] * tensor_map.element_bytes + np.dot(at, tensor_map.strides_bytes)
 
 
 def span_bytes(sizes, strides, itemsize):
