@@ -11,7 +11,7 @@ from benchmarks.catalog import DESCRIPTIONS, NOT_OPERATIONS
 
 pytestmark = pytest.mark.defaults
 
-# Of each operation.
+# Each operation is called so often.
 CALLS, THOROUGH = 1, 8
 
 

@@ -15,7 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import fuzz
 
-# Of each operation.
+# Each operation is called so often.
 CALLS = 30
 
 
