@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from emulated_plans import COMPILER
 from fusion_programs import fused, random_fusion, with_epilogue
-from jaxprs import equations
+from jaxprs import FUSED, equations, name_of
 from lanes import Emulated
 
 import jax_tilekern as jtk
@@ -14,7 +14,6 @@ from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
-FUSED = "tilekern_contract_with_epilogue"
 
 
 def programs(seed):
@@ -69,7 +68,7 @@ def evaluated(emulated, jaxpr, consts, operands):
 
     for eqn in jaxpr.eqns:
         read = [value(x) for x in eqn.invars]
-        is_fused = eqn.primitive.name == FUSED
+        is_fused = name_of(eqn) == FUSED
         found = run(emulated, eqn, *read) if is_fused else compat.bind_equation(eqn, read)
         values.update(zip(eqn.outvars, found, strict=True))
     return [value(x) for x in jaxpr.outvars]
@@ -82,10 +81,7 @@ def assert_fused_are_jaxs(seeds, lock):
         for ours, theirs, args in programs(seed)
     ]
     calls = [
-        eqn
-        for _, closed, *_ in cases
-        for eqn in equations(closed.jaxpr)
-        if eqn.primitive.name == FUSED
+        eqn for _, closed, *_ in cases for eqn in equations(closed.jaxpr) if name_of(eqn) == FUSED
     ]
     assert len(calls) >= 3 * len(seeds)
     emulated = Emulated({id(eqn): lanes_of(eqn) for eqn in calls}, lock)

@@ -127,7 +127,6 @@ def test_a_square_part_of_the_result_is_not_symmetric(rng):
     product = jax.jit(jtk.symmetric_matmul, out_shardings=parts)
     np.testing.assert_allclose(product(x), x @ x.T, atol=1e-5)
     text = product.lower(x).as_text()
-    assert "tilekern_contract_with_epilogue" in text
     assert re.findall(r'symmetric[\\2": ]+(true|false)', text) == ["false"]
 
 

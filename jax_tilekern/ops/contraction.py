@@ -4,7 +4,14 @@ It is closed under differentiation and batching. The cotangent of an operand is 
 the other operand with the output's cotangent, written straight into the operand's own dimension
 order; ``vmap`` adds one label to whatever carries the mapped axis. Neither moves any data.
 
-With groups it is a grouped GEMM. The bounds of the groups are its third operand.
+With groups it is a grouped GEMM. The bounds of the groups follow its factors.
+
+With a *function* it is not linear, and has several results: those of a function of each element,
+whose further operands come last. With ``pair`` the function has the elements of two products of one
+``lhs``. On a Hopper GPU one kernel may compute both: it reads ``lhs`` once. Elsewhere the second
+contraction comes first, and the first one's epilogue reads its result. The derivatives, the
+partition and most batches of a pair are those of these two calls, so a call that is differentiated
+computes two products.
 """
 
 from __future__ import annotations
@@ -13,22 +20,49 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
+from jax_tilekern.epilogue.plain_data import from_data, to_data
+from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.complex_products import planners
-from jax_tilekern.ops.contraction_lowering import source
-from jax_tilekern.ops.groups import local_bounds, masked
+from jax_tilekern.ops import complex_products, contraction_lowering
+from jax_tilekern.ops.contraction_lowering import CUDA, state_problem
+from jax_tilekern.ops.epilogues import (
+    described_function,
+    elementwise_function,
+    jvp_at_pre_activation,
+    quantized_after,
+    saved_pre_activation,
+    with_epilogue,
+)
+from jax_tilekern.ops.fused_lowering import InPlace, fused_kernel, planners
+from jax_tilekern.ops.groups import local_bounds, masked, part_of
 from jax_tilekern.ops.labelled_operands import common_type, product_by_lax
-from jax_tilekern.partitioning.local_program import Shard
+from jax_tilekern.partitioning import params_text
+from jax_tilekern.partitioning.local_program import FunctionOfSum, Shard
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
-from jax_tilekern.plans.contraction import Contraction
-from jax_tilekern.primitives.operation import Operation, define
+from jax_tilekern.plans.contraction import Contraction, Labels, labelled
+from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
+from jax_tilekern.primitives.linearity import jvp_of, tangents_out
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    Outcome,
+    Params,
+    PlannedKernel,
+    Planner,
+    Rewrite,
+    Transposes,
+    define,
+)
+from jax_tilekern.primitives.remat import Saved
 
 
 def contract(
@@ -76,7 +110,7 @@ def contract(
             out_sharding=compat.with_leading_dims(out_sharding, len(summed)),
         )
         return products.sum(range(len(summed)), dtype=sums).astype(out_dtype)
-    result: Array = _bind(
+    (result,) = _bind(
         lhs,
         rhs,
         *bounds,
@@ -85,20 +119,86 @@ def contract(
         out_dtype=np.dtype(out_dtype),
         out_sharding=out_sharding,
     )
-    return result
+    return result  # type: ignore[no-any-return]
+
+
+def contract_with_scalar_function(
+    lhs: Array,
+    rhs: Array,
+    *bounds: Array,
+    second: Array | None = None,
+    contraction: Contraction,
+    precision: Any,
+    product: np.dtype[Any],
+    function: ScalarFunction,
+    operands: Sequence[tuple[Array, Labels]],
+    in_place: InPlace = (),
+    symmetric: bool = False,
+    out_sharding: NamedSharding | None = None,
+) -> list[Array]:
+    """Contract two arrays and apply a traced function to every element of the result.
+
+    Parameters
+    ----------
+    lhs, rhs
+        Operands of a type that :func:`~jax_tilekern.ops.labelled_operands.common_type` returns.
+    second
+        What takes the place of ``rhs`` in a second product, of its type and shape. The function
+        then has the accumulators of both.
+    bounds, contraction, precision, product, in_place, symmetric, out_sharding
+        As in :func:`~jax_tilekern.ops.fused_contraction.contract_with_epilogue`.
+    function
+        The epilogue, for the accumulators' type.
+    operands
+        Its operands, and the result's dimension that each of their dimensions is.
+
+    Returns
+    -------
+    list of Array
+        The function's results.
+    """
+    params: Params = {
+        "contraction": contraction,
+        "operand_labels": tuple(labels for _, labels in operands),
+        "function": function,
+        "precision": precision,
+        "out_dtype": product,
+    }
+    read = [*bounds, *(x for x, _ in operands)]
+    if second is not None:
+        compute = _two_contractions if function.is_closure else _bind
+        paired: list[Array] = compute(lhs, rhs, second, *read, **params, pair=True)
+        return paired
+    params |= {
+        "accumulator": accumulator_dtype(lhs.dtype, product),
+        "in_place": in_place,
+        "symmetric": symmetric,
+    }
+    if out_sharding is not None or function.is_closure:
+        return _unfused(lhs, rhs, *read, **params, out_sharding=out_sharding)
+    results: list[Array] = _bind(lhs, rhs, *read, **params)
+    return results
+
+
+class _Operands(NamedTuple):
+    """The operands of a call, or what belongs to each of them."""
+
+    lhs: Any
+    # What ``lhs`` is multiplied with, once or twice.
+    right: Sequence[Any]
+    bounds: Sequence[Any]
+    # What the function reads.
+    read: Sequence[Any]
+
+    @classmethod
+    def of(cls, operands: Sequence[Any], contraction: Contraction, pair: bool) -> _Operands:
+        """Take a call's operands apart."""
+        n = 3 if pair else 2
+        end = n + (contraction.group is not None)
+        return cls(operands[0], operands[1:n], operands[n:end], operands[end:])
 
 
 # Meaning.
-
-
-def _reference(
-    lhs: Array, rhs: Array, *bounds: Array, out_sharding: NamedSharding | None, **params: Any
-) -> Array:
-    if not bounds:
-        return product_by_lax(lhs, rhs, **params, out_sharding=out_sharding)
-    product = compat.with_automatic_axes(functools.partial(masked_product, **params), out_sharding)
-    result: Array = product(lhs, rhs, *bounds)
-    return result
 
 
 def masked_product(
@@ -108,6 +208,111 @@ def masked_product(
     if bounds:
         lhs, rhs, contraction = masked(lhs, rhs, *bounds, contraction=contraction)
     return product_by_lax(lhs, rhs, contraction, **params)
+
+
+def _reference(
+    *operands: Array,
+    contraction: Contraction,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    out_sharding: NamedSharding | None = None,
+    function: ScalarFunction | None = None,
+    operand_labels: tuple[Labels, ...] = (),
+    accumulator: np.dtype[Any] | None = None,
+    pair: bool = False,
+    **_: Any,
+) -> list[Array]:
+    lhs, right, bounds, read = _Operands.of(operands, contraction, pair)
+    product = functools.partial(masked_product, contraction=contraction, precision=precision)
+    if function is None:
+        product = functools.partial(product, out_dtype=out_dtype)
+        if not bounds:
+            return [product(lhs, *right, out_sharding=out_sharding)]
+        return [compat.with_automatic_axes(product, out_sharding)(*operands)]
+    if function.is_identity:
+        return [product(lhs, *right, *bounds, out_dtype=function.out_dtypes[0])]
+    dtype = accumulator or accumulator_dtype(lhs.dtype, out_dtype)
+    first, *second = (product(lhs, rhs, *bounds, out_dtype=dtype) for rhs in right)
+    labels = (*(contraction.out for _ in second), *operand_labels)
+    return elementwise_function(function, contraction, labels)(first, *bounds, *second, *read)
+
+
+# Other calls that compute one with a function.
+
+
+def _unfused(
+    *operands: Array,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    precision: Any,
+    accumulator: np.dtype[Any],
+    out_sharding: NamedSharding | None = None,
+    **others: Any,
+) -> list[Array]:
+    """Compute the product by a kernel, and the epilogue in XLA."""
+    if function.quantizes and out_sharding is None:
+
+        def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
+            call = _unfused if function.is_closure else _bind
+            return call(
+                *operands, contraction=contraction, operand_labels=operand_labels,
+                function=function, precision=precision, accumulator=accumulator, **others,
+            )  # fmt: skip
+
+        return quantized_after(fused, function, *operands)
+    product = contract(
+        *operands[: len(contraction.operands)],
+        contraction=contraction,
+        precision=precision,
+        out_dtype=function.out_dtypes[0] if function.is_identity else accumulator,
+        out_sharding=out_sharding,
+    )
+    if function.is_identity:
+        return [product]
+    elementwise = elementwise_function(function, contraction, operand_labels)
+    if contraction.group is not None:
+        elementwise = compat.with_automatic_axes(elementwise, out_sharding)
+    return elementwise(product, *operands[2:])
+
+
+def _two_contractions(
+    *operands: Array,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    **_: Any,
+) -> list[Array]:
+    """Compute the second product, and the first one with an epilogue that reads it."""
+    lhs, (first, second), bounds, arrays = _Operands.of(operands, contraction, True)
+    read = contract(
+        lhs, second, *bounds, contraction=contraction, precision=precision, out_dtype=out_dtype
+    )
+    return contract_with_scalar_function(
+        lhs,
+        first,
+        *bounds,
+        contraction=contraction,
+        precision=precision,
+        product=out_dtype,
+        function=_of_rounded(function, out_dtype),
+        operands=[(read, contraction.out), *zip(arrays, operand_labels, strict=True)],
+        in_place=((0, 0),),
+    )
+
+
+def _of_rounded(function: ScalarFunction, product: np.dtype[Any]) -> ScalarFunction:
+    """Return the function of a second product that is rounded to its type."""
+    accumulator, _, *scalars = (np.dtype(x.dtype) for x in function.jaxpr.in_avals)
+
+    def of_rounded(x: Any, rounded: Any, *scalars: Any) -> list[Any]:
+        return function.python(x, rounded.astype(accumulator), *scalars)
+
+    of_rounded.__name__ = function.name
+    traced = trace_scalars(of_rounded, accumulator, product, [product, *scalars]).function
+    return dataclasses.replace(traced, names=function.names, reductions=function.reductions)
 
 
 # Differentiation and batching, which Strassen's algorithm has in common.
@@ -180,7 +385,122 @@ def mapped(
     return operands, contraction.mapped(*dims)
 
 
-# Partitioning: the labels state which dimensions may be split among devices.
+def _transposes(*, function: ScalarFunction | None = None, **_: Any) -> Transposes:
+    """Return the rules of the factors, in which a call without a function is linear."""
+    if function is not None:
+        return {}
+    return {
+        i: lambda cotangents, *operands, rule=rule, **params: rule(*cotangents, *operands, **params)
+        for i, rule in transposes(contract).items()
+    }
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    """Differentiate a call with a function."""
+    if params.get("pair"):
+        return jvp_of(_two_contractions, primals, tangents, **params)
+    return _jvp_of_function(primals, tangents, **params)
+
+
+def _jvp_of_function(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    precision: Any,
+    accumulator: np.dtype[Any],
+    out_dtype: np.dtype[Any],
+    symmetric: bool,
+    **_: Any,
+) -> tuple[list[Any], list[Any]]:
+    n = len(contraction.operands)
+
+    def of_factors(*factors: Array) -> list[Array]:
+        return [
+            contract(*factors, contraction=contraction, precision=precision, out_dtype=out_dtype)
+        ]
+
+    def change(pre_activation: Array) -> Any:
+        groups = [(0,), (1,)]
+        return tangents_out(of_factors, groups, primals[:n], tangents[:n], [pre_activation])[0]
+
+    def elementwise(function: ScalarFunction) -> Callable[..., list[Array]]:
+        return elementwise_function(function, contraction, operand_labels)
+
+    # The derivative reads the operands again, so none is overwritten.
+    bind = functools.partial(
+        _bind, contraction=contraction, operand_labels=operand_labels, precision=precision,
+        accumulator=accumulator, out_dtype=out_dtype, in_place=(), symmetric=symmetric,
+    )  # fmt: skip
+    return jvp_at_pre_activation(
+        bind, change, elementwise, function, accumulator, out_dtype, 2, primals, tangents
+    )
+
+
+def _batch(
+    axis_data: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    contraction: Contraction,
+    function: ScalarFunction | None = None,
+    operand_labels: tuple[Labels, ...] = (),
+    pair: bool = False,
+    **params: Any,
+) -> tuple[list[Array], list[int]]:
+    """Label the mapped axis in place; an operand without it is unchanged."""
+    if function is None:
+        result, dim = batched(
+            contract, axis_data, operands, dims, contraction=contraction, **params
+        )
+        return [result], [dim]
+    out_dims = function.mapped_dims
+    lhs, right, bounds, read = _Operands.of(dims, contraction, pair)
+    x, matrices, of_groups, arrays = _Operands.of(operands, contraction, pair)
+    is_mapped = any(dim is not None for dim in (lhs, *right))
+    call = {**params, "contraction": contraction, "operand_labels": operand_labels}
+    if pair and (not is_mapped or right[0] != right[1]):
+        # The products do not have the axis in the same way.
+        both = functools.partial(_two_contractions, function=function, **call)
+        return jax.vmap(both, tuple(dims), out_dims, axis_size=axis_data.size)(*operands), out_dims
+    if not is_mapped and all(dim is None for dim in bounds):
+        # One product has an epilogue for each element of the batch.
+        accumulators = contract(
+            x,
+            *matrices,
+            *of_groups,
+            contraction=contraction,
+            precision=params["precision"],
+            out_dtype=params["accumulator"],
+        )
+        elementwise = elementwise_function(function, contraction, operand_labels)
+        over = jax.vmap(elementwise, (None, *dims[2:]), out_dims)
+        return over(accumulators, *operands[2:]), out_dims
+    factors, labels = mapped(contraction, [x, matrices[0], *of_groups], [lhs, right[0], *bounds])
+    if pair:
+        params["pair"] = True
+    results = _bind(
+        *factors[:2],
+        *matrices[1:],
+        *factors[2:],
+        *arrays,
+        contraction=labels,
+        function=function,
+        operand_labels=tuple(
+            labelled(own, labels.out[0], dim) for own, dim in zip(operand_labels, read, strict=True)
+        ),
+        **params,
+    )
+    return results, out_dims
+
+
+# Partitioning: the labels state which dimensions may be split among devices. Where these have parts
+# of the contracted dimensions, or share the groups, the sum over devices is completed before the
+# function, which is not linear.
+
+params_text.register(ScalarFunction, to_data, from_data)
 
 
 def sharding_rule(
@@ -207,28 +527,95 @@ def sharding_rule(
     )  # fmt: skip
 
 
+def _sharding_rule(
+    *operands: Any,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...] = (),
+    function: ScalarFunction | None = None,
+    **_: Any,
+) -> ShardingRule:
+    c, n = contraction, len(contraction.operands)
+    rule = sharding_rule(*operands[:n], contraction=c)
+    if function is None:
+        return rule
+    # Rows of any group may be in a device's part of the results. So every device has whole bounds,
+    # and whole operands of groups, which are small.
+    bounds = [(None,) * x.ndim for x in operands[2:n]]
+    read = [tuple(None if label == c.group else label for label in own) for own in operand_labels]
+    whole = dataclasses.replace(rule, operands=(c.lhs, c.rhs, *bounds))
+    return with_epilogue(whole, read, function)
+
+
 def _localised(
-    shard: Shard, lhs: Array, rhs: Array, *bounds: Array, contraction: Contraction, **_: Any
+    shard: Shard,
+    lhs: Array,
+    rhs: Array,
+    *others: Array,
+    contraction: Contraction,
+    function: ScalarFunction | None = None,
+    **_: Any,
 ) -> list[Array]:
-    return [lhs, rhs, *(local_bounds(shard, x, contraction) for x in bounds)]
+    if contraction.group is None:
+        return [lhs, rhs, *others]
+    bounds, *read = others
+    for dim, label in enumerate(contraction.bounds[:-1] if function else ()):
+        if shard.is_split(label):
+            bounds = part_of(shard, bounds, dim, label)
+    return [lhs, rhs, local_bounds(shard, bounds, contraction), *read]
 
 
-def in_float32(**params: Any) -> dict[str, Any]:
-    """Return the parameters of the same call with a float32 result."""
-    return {**params, "out_dtype": np.dtype(np.float32)}
+def _source(operands: Sequence[Operand], **params: Any) -> tuple[Sequence[Operand], Params]:
+    """Return the operands where they lie, of a call that is partitioned.
+
+    A device's part of a symmetric product may be a square of it that is not symmetric.
+    """
+    others = {"symmetric": False} if "symmetric" in params else {}
+    return contraction_lowering.source(operands, **params | others)
+
+
+def in_float32(*, function: ScalarFunction | None = None, **params: Any) -> Params:
+    """Return the parameters of the same call whose products are float32, and so are reductions."""
+    params["out_dtype"] = np.dtype(np.float32)
+    if function is None:
+        return params
+    return {**params, "function": function.with_reductions_in_float32()}
+
+
+def _function_of_sum(
+    *,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    precision: Any,
+    accumulator: np.dtype[Any],
+    out_dtype: np.dtype[Any],
+    **_: Any,
+) -> FunctionOfSum:
+    def epilogue(total: Array, _: Array, __: Array, *others: Array) -> list[Array]:
+        elementwise = elementwise_function(function, contraction, operand_labels)
+        return elementwise(total.astype(accumulator), *others)
+
+    term = functools.partial(
+        contract, contraction=contraction, precision=precision, out_dtype=out_dtype
+    )
+    return FunctionOfSum(term, out_dtype, epilogue)
 
 
 # Checkpoint policies.
 
 
 def as_dot_general(
-    contraction: Contraction, precision: Any, out_dtype: np.dtype[Any], **_: Any
+    contraction: Contraction,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    pair: bool = False,
+    **_: Any,
 ) -> tuple[compat.Primitive, dict[str, Any]] | None:
     """Return the primitive of JAX's, and its parameters, as which policies see a contraction.
 
-    There is none for one with groups.
+    There is none for one with groups, or for a pair.
     """
-    if contraction.group is not None:
+    if contraction.group is not None or pair:
         return None
     return compat.dot_general_p, {
         "dimension_numbers": contraction.dimension_numbers,
@@ -238,19 +625,124 @@ def as_dot_general(
     }
 
 
+def _saved(
+    *,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...] = (),
+    function: ScalarFunction | None = None,
+    accumulator: np.dtype[Any] | None = None,
+    pair: bool = False,
+    **_: Any,
+) -> Saved | None:
+    if function is None or accumulator is None or pair or contraction.group is not None:
+        return None
+    elementwise = elementwise_function(function, contraction, operand_labels)
+    return saved_pre_activation(function, elementwise, accumulator)
+
+
+# Lowering.
+
+
+def _kernel(
+    operands: Sequence[Operand],
+    *,
+    contraction: Contraction,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    pair: bool = False,
+    accumulator: np.dtype[Any] | None = None,
+    **params: Any,
+) -> PlannedKernel | str:
+    lhs, (rhs, *second), bounds, read = _Operands.of(operands, contraction, pair)
+    return fused_kernel(
+        (lhs, rhs, *bounds),
+        second[0] if second else None,
+        read,
+        contraction=contraction,
+        accumulator=accumulator or accumulator_dtype(lhs.aval.dtype, out_dtype),
+        state=functools.partial(
+            state_problem, contract, CUDA, contraction=contraction, precision=precision
+        ),
+        **params,
+    )
+
+
+_PLAIN = complex_products.planners(contract)
+_FUSED = planners(
+    _kernel,
+    _unfused,
+    "the epilogue runs in XLA, after the product",
+    on_cpu="XLA fuses it into one pass",
+)
+_PAIR = planners(
+    _kernel, _two_contractions, "a kernel for each", on_cpu="kernels of both are for Hopper GPUs"
+)
+
+
+def _planner(platform: str) -> Planner:
+    def of(params: Params) -> Planner:
+        if "function" not in params:
+            return _PLAIN[platform]
+        return (_PAIR if params.get("pair") else _FUSED)[platform]
+
+    def refusal(*operands: Any, **params: Any) -> Rewrite | Fallback | None:
+        return of(params).refusal(*operands, **params)
+
+    def plan(operands: Sequence[Operand], results: Sequence[Any], **params: Any) -> Outcome:
+        outcome = of(params).plan(operands, results, **params)
+        if isinstance(outcome, Rewrite) and "function" not in params:
+            function = outcome.function
+            return Rewrite(outcome.reason, lambda *x: [function(*x)])
+        return outcome
+
+    return Planner(refusal, plan)
+
+
+def _described(
+    *,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...] = (),
+    function: ScalarFunction | None = None,
+    pair: bool = False,
+    **_: Any,
+) -> str:
+    if function is None:
+        return str(contraction)
+    if not pair:
+        called = described_function(function, contraction, operand_labels)
+        return f"contract {contraction}, {called}"
+    called = described_function(function, contraction, operand_labels, products=2)
+    names = contraction.names
+    lhs, rhs, out = (
+        "".join(names[x] for x in labels)
+        for labels in (contraction.lhs, contraction.rhs, contraction.out)
+    )
+    return f"contract {lhs},{rhs},{rhs}->{out}, {called}"
+
+
 _bind = define(
     Operation(
         name="tilekern_contract",
         reference=_reference,
-        any_size=lambda contraction, **_: contraction.group is None,
-        transposes=transposes(contract),
-        batch=functools.partial(batched, contract),
-        sharding_rule=sharding_rule,
-        planners=planners(contract),
-        describe=lambda contraction, **_: str(contraction),
+        several_results=True,
+        any_size=lambda contraction, **params: (
+            contraction.group is None and not params.get("function")
+        ),
+        transposes=_transposes,
+        jvp=_jvp,
+        is_linear=lambda function=None, **_: function is None,
+        batch=_batch,
+        sharding_rule=_sharding_rule,
+        planners={platform: _planner(platform) for platform in _PLAIN},
+        describe=_described,
+        # XLA partitions each of the two calls of a pair.
+        composed=_two_contractions,
+        is_composed=lambda **params: params.get("pair", False),
         localised=_localised,
-        source=source,
+        source=_source,
         in_float32=in_float32,
+        function_of_sum=_function_of_sum,
         stands_for=as_dot_general,
+        saved=_saved,
     )
 )

@@ -25,9 +25,12 @@ from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.expert_activation import closed_over
 from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
-from jax_tilekern.ops.fused_contraction import contract_with_epilogue, labelled_operands
+from jax_tilekern.ops.fused_contraction import (
+    contract_pair,
+    contract_with_epilogue,
+    labelled_operands,
+)
 from jax_tilekern.ops.labelled_operands import common_type
-from jax_tilekern.ops.pair_contraction import contract_pair
 from jax_tilekern.ops.ragged_dot import rows_by_matrices
 from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.order import order_and_places

@@ -14,8 +14,7 @@ from jax import Array
 from jax_tilekern.epilogue.cuda_text import CudaText, computed_type, cuda_text, rounded
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.epilogue.understood import Untranslatable
-from jax_tilekern.ops.contraction import contract
-from jax_tilekern.ops.contraction_lowering import CUDA, LoweredProduct, cuda_kernel, state_problem
+from jax_tilekern.ops.contraction_lowering import LoweredProduct, cuda_kernel
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.arithmetic import F32, accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import (
@@ -82,11 +81,9 @@ def fused_kernel(
     operand_labels: Sequence[Labels],
     function: ScalarFunction,
     accumulator: np.dtype[Any],
-    precision: Any = None,
+    state: State,
     in_place: InPlace = (),
     symmetric: bool = False,
-    state: State | None = None,
-    **_: Any,
 ) -> PlannedKernel | str:
     """Return a kernel that computes products and a function of their elements, or why none does.
 
@@ -98,10 +95,10 @@ def fused_kernel(
         What takes the place of ``rhs`` in a second product, if there is one.
     arrays
         The operands of the function, which follow the accumulators.
-    contraction, operand_labels, function, accumulator, precision, in_place, symmetric
+    contraction, operand_labels, function, accumulator, in_place, symmetric
         As the parameters of a contraction with an epilogue.
     state
-        States the product; by default it is that of the contraction.
+        States the product.
     """
     dtypes = [x.aval.dtype for x in arrays]
     reason = _cannot_quantize(function)
@@ -121,10 +118,6 @@ def fused_kernel(
         own[1:] if _are_scales(kind) else own
         for own, kind in zip(results, function.reductions, strict=True)
     ]
-    if state is None:
-        state = functools.partial(
-            state_problem, contract, CUDA, contraction=contraction, precision=precision
-        )
     state = functools.partial(
         state,
         # A kernel whose results are reductions alone stores no element of this type.

@@ -14,11 +14,10 @@ from jax_tilekern.epilogue.scalar_function import Role, takes
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.interop.result_types import product_type
-from jax_tilekern.ops.fused_contraction import contract_with_epilogue
+from jax_tilekern.ops.fused_contraction import contract_pair, contract_with_epilogue
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.ops.matmul import labelled_matrices, matmul, matrix_product
-from jax_tilekern.ops.pair_contraction import contract_pair
 
 Activation = Callable[[Any], Any]
 

@@ -439,14 +439,15 @@ def _along_axis(
     exchange: RowExchange,
     lhs: Any,
     rhs: Any,
-    *,
+    *_: Any,
     contraction: Contraction,
     precision: Any,
     out_dtype: np.dtype[Any],
-    **_: Any,
+    function: Any = None,
+    **__: Any,
 ) -> Callable[..., list[Array]] | None:
     """Return the function of local operands in which devices exchange rows, if it is faster."""
-    if contraction.group is not None:
+    if contraction.group is not None or function is not None:
         return None
     is_swapped = exchange.operand == 1
     if is_swapped:
@@ -463,13 +464,13 @@ def _along_axis(
     ):
         return None
 
-    def function(*operands: Array, **_: Any) -> list[Array]:
+    def exchanged(*operands: Array, **_: Any) -> list[Array]:
         x, w = reversed(operands) if is_swapped else operands
         if exchange.scatters:
             return [scattered_product(x, w, axis=exchange.axis, **params)]
         return gathered_product(x, w, axis=exchange.axis, keeps=False, **params)
 
-    return function
+    return exchanged
 
 
 register_exchange("tilekern_contract", _along_axis)

@@ -129,8 +129,10 @@ def scattered_kernel(
         contraction=contraction,
         operand_labels=(contraction.out,) * len(others),
         function=traced[0],
-        precision=precision,
         accumulator=accumulator,
+        state=functools.partial(
+            state_problem, contract, CUDA, contraction=contraction, precision=precision
+        ),
     )
     if isinstance(total, str):
         return total

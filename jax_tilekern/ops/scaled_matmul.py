@@ -20,19 +20,20 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.epilogue.scalar_function import Role, ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.contraction import as_dot_general, contract
 from jax_tilekern.ops.contraction_lowering import LoweredProduct, cuda_kernel
-from jax_tilekern.ops.fused_contraction import (
+from jax_tilekern.ops.epilogues import (
     described_function,
     elementwise_function,
     jvp_at_pre_activation,
-    labelled_operands,
     quantized_after,
     saved_pre_activation,
     with_blocks_last,
     with_epilogue,
 )
+from jax_tilekern.ops.fused_contraction import labelled_operands
 from jax_tilekern.ops.fused_lowering import fused_kernel
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import check_operands, product_by_lax
@@ -47,7 +48,7 @@ from jax_tilekern.ops.scaled_operands import (
     check_scales,
     check_types,
     dequantized,
-    refuse_tangents,
+    refuse_tangent,
 )
 from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
@@ -288,21 +289,20 @@ def _jvp(
     primals: Sequence[Array],
     tangents: Sequence[Any],
     *,
-    function: ScalarFunction | None,
+    function: ScalarFunction,
     operand_labels: tuple[Labels, ...],
     **params: Any,
 ) -> tuple[list[Array], list[Any]]:
-    refuse_tangents("scaled_matmul", tangents)
+    """Differentiate a call with an epilogue."""
+    for operand, tangent in enumerate(tangents[:2]):
+        if type(tangent) is not ad.Zero:
+            refuse_tangent("scaled_matmul", operand)
 
     def multiply(*factors: Array) -> list[Array]:
         return [_product(*factors, **params)]
 
     def change(product: Array) -> Any:
         return tangents_out(multiply, [(2,), (3,)], primals[:4], tangents[:4], [product])[0]
-
-    if function is None:
-        (result,) = multiply(*primals)
-        return [result], [change(result)]
 
     def elementwise(function: ScalarFunction) -> Callable[..., list[Array]]:
         return elementwise_function(function, params["contraction"], operand_labels)
@@ -311,6 +311,10 @@ def _jvp(
     return jvp_at_pre_activation(
         bind, change, elementwise, function, _F32, params["product"], 4, primals, tangents
     )
+
+
+def _refuse_tangent(operand: int, **_: Any) -> None:
+    refuse_tangent("scaled_matmul", operand)
 
 
 def _cotangent(operand: int, cotangents: Sequence[Array], *operands: Any, **params: Any) -> Array:
@@ -593,7 +597,9 @@ _bind = define(
         reference=_reference,
         several_results=True,
         jvp=_jvp,
+        is_linear=lambda function, **_: function is None,
         transposes=_transposes,
+        refuse_tangent=_refuse_tangent,
         batch=_batch,
         sharding_rule=sharding_rule,
         planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.quantize import of_elements
 from jax_tilekern.plans.gemm.arithmetic import FP8
 from jax_tilekern.plans.quantize import BLOCK
@@ -61,14 +60,12 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def refuse_tangents(function: str, tangents: Sequence[Any]) -> None:
-    """Raise an error if ``lhs`` or ``rhs`` has a tangent."""
-    for name, tangent in zip(("lhs", "rhs"), tangents, strict=False):
-        if type(tangent) is not ad.Zero:
-            raise TypeError(
-                f"{function} has no derivative by {name}, because 8-bit floats have no useful "
-                "tangents: take jax_tilekern.fp8_dot_general, or jax.lax.stop_gradient"
-            )
+def refuse_tangent(function: str, operand: int) -> None:
+    """Raise the error about a tangent of ``lhs`` or ``rhs``."""
+    raise TypeError(
+        f"{function} has no derivative by {('lhs', 'rhs')[operand]}, because 8-bit floats have no "
+        "useful tangents: take jax_tilekern.fp8_dot_general, or jax.lax.stop_gradient"
+    )
 
 
 def dequantized(x: Array, scales: Array) -> Array:

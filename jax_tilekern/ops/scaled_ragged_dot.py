@@ -30,7 +30,7 @@ from jax_tilekern.ops.scaled_operands import (
     check_scales,
     check_types,
     dequantized,
-    refuse_tangents,
+    refuse_tangent,
 )
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.partitioning.local_program import Shard
@@ -41,7 +41,6 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product, Scales
 from jax_tilekern.plans.gemm.select import plan_matmul
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
-from jax_tilekern.primitives.linearity import tangents_out
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -214,15 +213,8 @@ _by_contraction = functools.partial(_by, contract)
 # Rules.
 
 
-def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    refuse_tangents("scaled_ragged_dot", tangents)
-
-    def multiply(*operands: Array) -> list[Array]:
-        return [_bind(*operands, **params)]
-
-    results = multiply(*primals)
-    (tangent,) = tangents_out(multiply, [(2,), (3,)], primals, tangents, results)
-    return results[0], tangent
+def _refuse_tangent(operand: int, **_: Any) -> None:
+    refuse_tangent("scaled_ragged_dot", operand)
 
 
 def _cotangent(operand: int, cotangent: Array, *operands: Any, **params: Any) -> Array:
@@ -410,7 +402,7 @@ _bind = define(
     Operation(
         name="tilekern_scaled_ragged_dot",
         reference=_reference,
-        jvp=_jvp,
+        refuse_tangent=_refuse_tangent,
         transposes={i: functools.partial(_cotangent, i) for i in (2, 3)},
         batch=_batch,
         sharding_rule=_sharding_rule,

@@ -330,7 +330,9 @@ def _program(
     local_params = params
     if partition.has_partial_results:
         # XLA reduces rows in float32, but adds products in their own type.
-        local_params = wide if operation.terms_in_float32 else term_params(dtypes[0])
+        has_epilogue = partition.rule.epilogue_from is not None
+        in_float32 = operation.terms_in_float32 or has_epilogue
+        local_params = wide if in_float32 else term_params(dtypes[0])
 
     bind = functools.partial(operation.bind, **local_params)
     return local_program(partition, dtypes, bind, localised)

@@ -161,6 +161,8 @@ class Operation:
         ``jvp(primals, tangents, **params)`` gives the results and their tangents, for an operation
         that is not linear in each of its operands. A tangent may be symbolically zero. By default
         the tangents follow from ``transposes``.
+    is_linear
+        ``is_linear(**params)`` says for which calls they do though there is a ``jvp`` for others.
     refuse_tangent
         ``refuse_tangent(operand, **params)`` raises the error about a tangent of an operand in none
         of the groups of ``transposes``, or returns, and then the tangents are those of the
@@ -168,6 +170,8 @@ class Operation:
     composed
         ``composed(*operands, **params)`` computes the call by other operations, each of which is
         partitioned by its own rule. In a ``jit`` over several devices the call is lowered to it.
+    is_composed
+        ``is_composed(**params)`` says for which calls ``composed`` holds, all of them by default.
     any_size
         ``any_size(**params)`` says whether every size of the results is one of the operands',
         whatever these are, so that abstract evaluation need not know them.
@@ -185,7 +189,8 @@ class Operation:
         ``in_float32(**params)`` returns the parameters of a call that gives in float32 the results
         that are combined over devices.
     terms_in_float32
-        Whether the results that are combined are those of ``in_float32`` on every platform.
+        Whether the results that are combined are those of ``in_float32`` on every platform. Those
+        of a call with an epilogue are.
     function_of_sum
         ``function_of_sum(**params)`` takes a call with an epilogue apart; see
         :class:`~jax_tilekern.partitioning.local_program.FunctionOfSum`.
@@ -209,8 +214,10 @@ class Operation:
     several_results: bool = False
     transposes: Transposes | Callable[..., Transposes] = field(default_factory=dict)
     jvp: Callable[..., tuple[Any, Any]] | None = None
+    is_linear: Callable[..., bool] = lambda **_: False
     refuse_tangent: Callable[..., None] | None = None
     composed: Callable[..., Any] | None = None
+    is_composed: Callable[..., bool] = lambda **_: True
     any_size: Callable[..., bool] = lambda **_: False
     like_results: Callable[..., Any] | None = None
     localised: Callable[..., Sequence[Any]] | None = None
@@ -359,20 +366,26 @@ def _register_derivatives(
             return results, derived
         return results[0], derived[0]
 
+    def rule_of_jvp(params: Params) -> Callable[..., tuple[Any, Any]]:
+        own = None if operation.is_linear(**params) else operation.jvp
+        return own or jvp_by_linearity
+
+    def jvp_of_call(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+        return rule_of_jvp(params)(primals, tangents, **params)
+
     def taylor_polynomials(
         primals: Sequence[Any], series: taylor.Coefficients, **params: Any
     ) -> taylor.Polynomials:
-        jvp = operation.jvp
-        if jvp is None:
+        jvp = rule_of_jvp(params)
+        if jvp is jvp_by_linearity:
             moving = (i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact))
             linear = groups(moving, params)
             bound = functools.partial(bind, **params)
             if linear is not None:
                 return taylor.multilinear_polynomials(bound, linear, primals, series)
-        rule = jvp or jvp_by_linearity
 
         def jvp_of_lists(*args: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-            results, tangents = rule(*args, **params)
+            results, tangents = jvp(*args, **params)
             return (results, tangents) if operation.several_results else ([results], [tangents])
 
         return taylor.differentiable_polynomials(jvp_of_lists, primals, series)
@@ -389,7 +402,7 @@ def _register_derivatives(
         return cotangents_in(rules(params), cotangent, operands, params)
 
     if operation.jvp or operation.transposes:
-        ad.primitive_jvps[primitive] = under_traced_settings(operation.jvp or jvp_by_linearity)
+        ad.primitive_jvps[primitive] = under_traced_settings(jvp_of_call)
         taylor.register(primitive, under_traced_settings(mode_independent(taylor_polynomials)))
     if operation.transposes:
         ad.primitive_transposes[primitive] = under_traced_settings(transpose)
@@ -406,7 +419,7 @@ def _register_lowering(
             bind,
             operation.localised,
             operation.in_float32,
-            operation.terms_in_float32 or operation.function_of_sum is not None,
+            operation.terms_in_float32,
             operation.function_of_sum,
         )
         register(partitioned)
@@ -513,7 +526,7 @@ def _outcome(
         beside = planning_beside_collectives() if xla.has_other_devices(ctx) else nullcontext()
         with beside:
             return planner.plan(operands, ctx.avals_out, **params)
-    if operation.composed is not None:
+    if operation.composed is not None and operation.is_composed(**params):
         composed = functools.partial(operation.composed, **params)
         return Rewrite("its operations are partitioned by their own rules", composed)
     why = obstacle(place, (*ctx.avals_in, *ctx.avals_out))
