@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -157,26 +158,21 @@ def contract_with_scalar_function(
     list of Array
         The function's results.
     """
-    params: Params = {
-        "contraction": contraction,
-        "operand_labels": tuple(labels for _, labels in operands),
-        "function": function,
-        "precision": precision,
-        "out_dtype": product,
-    }
-    read = [*bounds, *(x for x, _ in operands)]
-    if second is not None:
-        compute = _two_contractions if function.is_closure else _bind
-        paired: list[Array] = compute(lhs, rhs, second, *read, **params, pair=True)
-        return paired
-    params |= {
-        "accumulator": accumulator_dtype(lhs.dtype, product),
-        "in_place": in_place,
-        "symmetric": symmetric,
-    }
-    if out_sharding is not None or function.is_closure:
-        return _unfused(lhs, rhs, *read, **params, out_sharding=out_sharding)
-    results: list[Array] = _bind(lhs, rhs, *read, **params)
+    call = _Call(
+        contraction,
+        precision,
+        product,
+        out_sharding,
+        function=function,
+        operand_labels=tuple(labels for _, labels in operands),
+        accumulator=accumulator_dtype(lhs.dtype, product),
+        in_place=in_place,
+        symmetric=symmetric,
+        pair=second is not None,
+    )
+    right = [rhs] if second is None else [rhs, second]
+    compute = _unfused if out_sharding is not None or function.is_closure else _bind
+    results: list[Array] = compute(lhs, *right, *bounds, *(x for x, _ in operands), **vars(call))
     return results
 
 
@@ -190,12 +186,42 @@ class _Operands(NamedTuple):
     # What the function reads.
     read: Sequence[Any]
 
-    @classmethod
-    def of(cls, operands: Sequence[Any], contraction: Contraction, pair: bool) -> _Operands:
-        """Take a call's operands apart."""
-        n = 3 if pair else 2
-        end = n + (contraction.group is not None)
-        return cls(operands[0], operands[1:n], operands[n:end], operands[end:])
+
+@dataclass(frozen=True)
+class _Call:
+    """The parameters of a call. Those from the function on are given with one."""
+
+    contraction: Contraction
+    precision: Any
+    out_dtype: np.dtype[Any]
+    out_sharding: NamedSharding | None = None
+    function: ScalarFunction | None = None
+    operand_labels: tuple[Labels, ...] = ()
+    accumulator: np.dtype[Any] | None = None
+    in_place: InPlace = ()
+    symmetric: bool = False
+    pair: bool = False
+
+    def split(self, operands: Sequence[Any]) -> _Operands:
+        """Take the operands apart."""
+        n = 3 if self.pair else 2
+        end = n + (self.contraction.group is not None)
+        return _Operands(operands[0], operands[1:n], operands[n:end], operands[end:])
+
+    def product(self, **others: Any) -> Params:
+        """Return the parameters of one product without the function, which has the accumulators."""
+        dtype = self.accumulator
+        if self.function is not None and self.function.is_identity:
+            dtype = self.function.out_dtypes[0]
+        own = {"contraction": self.contraction, "precision": self.precision, "out_dtype": dtype}
+        return own | others
+
+    def elementwise(self, function: ScalarFunction | None = None) -> Callable[..., list[Array]]:
+        """Return its function, or another, of the accumulators, the bounds and what it reads."""
+        function = function or self.function
+        assert function is not None
+        labels = (self.contraction.out,) * self.pair + self.operand_labels
+        return elementwise_function(function, self.contraction, labels)
 
 
 # Meaning.
@@ -210,97 +236,62 @@ def masked_product(
     return product_by_lax(lhs, rhs, contraction, **params)
 
 
-def _reference(
-    *operands: Array,
-    contraction: Contraction,
-    precision: Any,
-    out_dtype: np.dtype[Any],
-    out_sharding: NamedSharding | None = None,
-    function: ScalarFunction | None = None,
-    operand_labels: tuple[Labels, ...] = (),
-    accumulator: np.dtype[Any] | None = None,
-    pair: bool = False,
-    **_: Any,
-) -> list[Array]:
-    lhs, right, bounds, read = _Operands.of(operands, contraction, pair)
-    product = functools.partial(masked_product, contraction=contraction, precision=precision)
-    if function is None:
-        product = functools.partial(product, out_dtype=out_dtype)
+def _reference(*operands: Array, **params: Any) -> list[Array]:
+    call = _Call(**params)
+    lhs, right, bounds, read = call.split(operands)
+    if call.function is None:
+        sharding = params.pop("out_sharding", None)
         if not bounds:
-            return [product(lhs, *right, out_sharding=out_sharding)]
-        return [compat.with_automatic_axes(product, out_sharding)(*operands)]
-    if function.is_identity:
-        return [product(lhs, *right, *bounds, out_dtype=function.out_dtypes[0])]
-    dtype = accumulator or accumulator_dtype(lhs.dtype, out_dtype)
-    first, *second = (product(lhs, rhs, *bounds, out_dtype=dtype) for rhs in right)
-    labels = (*(contraction.out for _ in second), *operand_labels)
-    return elementwise_function(function, contraction, labels)(first, *bounds, *second, *read)
+            return [masked_product(*operands, **params, out_sharding=sharding)]
+        product = functools.partial(masked_product, **params)
+        return [compat.with_automatic_axes(product, sharding)(*operands)]
+    first, *second = (masked_product(lhs, rhs, *bounds, **call.product()) for rhs in right)
+    if call.function.is_identity:
+        return [first]
+    return call.elementwise()(first, *bounds, *second, *read)
 
 
 # Other calls that compute one with a function.
 
 
 def _unfused(
-    *operands: Array,
-    contraction: Contraction,
-    operand_labels: tuple[Labels, ...],
-    function: ScalarFunction,
-    precision: Any,
-    accumulator: np.dtype[Any],
-    out_sharding: NamedSharding | None = None,
-    **others: Any,
+    *operands: Array, out_sharding: NamedSharding | None = None, **params: Any
 ) -> list[Array]:
-    """Compute the product by a kernel, and the epilogue in XLA."""
+    """Compute the products by kernels, and the epilogue in XLA or in the kernel of the first."""
+    call = _Call(**params)
+    function, (lhs, right, bounds, read) = call.function, call.split(operands)
+    assert function is not None
+    if call.pair:
+        own = call.product(out_dtype=call.out_dtype)
+        rounded = contract(lhs, right[1], *bounds, **own)
+        return contract_with_scalar_function(
+            lhs,
+            right[0],
+            *bounds,
+            contraction=call.contraction,
+            precision=call.precision,
+            product=call.out_dtype,
+            function=_of_rounded(function, call.out_dtype),
+            operands=[
+                (rounded, call.contraction.out),
+                *zip(read, call.operand_labels, strict=True),
+            ],
+            in_place=((0, 0),),
+        )
     if function.quantizes and out_sharding is None:
 
         def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
-            call = _unfused if function.is_closure else _bind
-            return call(
-                *operands, contraction=contraction, operand_labels=operand_labels,
-                function=function, precision=precision, accumulator=accumulator, **others,
-            )  # fmt: skip
+            compute = _unfused if function.is_closure else _bind
+            return compute(*operands, **params | {"function": function})
 
         return quantized_after(fused, function, *operands)
-    product = contract(
-        *operands[: len(contraction.operands)],
-        contraction=contraction,
-        precision=precision,
-        out_dtype=function.out_dtypes[0] if function.is_identity else accumulator,
-        out_sharding=out_sharding,
-    )
+    product = contract(lhs, *right, *bounds, **call.product(out_sharding=out_sharding))
     if function.is_identity:
         return [product]
-    elementwise = elementwise_function(function, contraction, operand_labels)
-    if contraction.group is not None:
+    elementwise = call.elementwise()
+    if bounds:
         elementwise = compat.with_automatic_axes(elementwise, out_sharding)
-    return elementwise(product, *operands[2:])
-
-
-def _two_contractions(
-    *operands: Array,
-    contraction: Contraction,
-    operand_labels: tuple[Labels, ...],
-    function: ScalarFunction,
-    precision: Any,
-    out_dtype: np.dtype[Any],
-    **_: Any,
-) -> list[Array]:
-    """Compute the second product, and the first one with an epilogue that reads it."""
-    lhs, (first, second), bounds, arrays = _Operands.of(operands, contraction, True)
-    read = contract(
-        lhs, second, *bounds, contraction=contraction, precision=precision, out_dtype=out_dtype
-    )
-    return contract_with_scalar_function(
-        lhs,
-        first,
-        *bounds,
-        contraction=contraction,
-        precision=precision,
-        product=out_dtype,
-        function=_of_rounded(function, out_dtype),
-        operands=[(read, contraction.out), *zip(arrays, operand_labels, strict=True)],
-        in_place=((0, 0),),
-    )
+    return elementwise(product, *bounds, *read)
 
 
 def _of_rounded(function: ScalarFunction, product: np.dtype[Any]) -> ScalarFunction:
@@ -396,104 +387,59 @@ def _transposes(*, function: ScalarFunction | None = None, **_: Any) -> Transpos
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """Differentiate a call with a function."""
-    if params.get("pair"):
-        return jvp_of(_two_contractions, primals, tangents, **params)
-    return _jvp_of_function(primals, tangents, **params)
+    """Differentiate a call with a function, that of a pair as two calls."""
+    call, n = _Call(**params), len(params["contraction"].operands)
+    if call.pair:
+        return jvp_of(_unfused, primals, tangents, **params)
+    assert call.function is not None
+    assert call.accumulator is not None
 
-
-def _jvp_of_function(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    contraction: Contraction,
-    operand_labels: tuple[Labels, ...],
-    function: ScalarFunction,
-    precision: Any,
-    accumulator: np.dtype[Any],
-    out_dtype: np.dtype[Any],
-    symmetric: bool,
-    **_: Any,
-) -> tuple[list[Any], list[Any]]:
-    n = len(contraction.operands)
-
-    def of_factors(*factors: Array) -> list[Array]:
-        return [
-            contract(*factors, contraction=contraction, precision=precision, out_dtype=out_dtype)
-        ]
+    def product(*factors: Array) -> list[Array]:
+        return [contract(*factors, **call.product(out_dtype=call.out_dtype))]
 
     def change(pre_activation: Array) -> Any:
         groups = [(0,), (1,)]
-        return tangents_out(of_factors, groups, primals[:n], tangents[:n], [pre_activation])[0]
+        return tangents_out(product, groups, primals[:n], tangents[:n], [pre_activation])[0]
 
-    def elementwise(function: ScalarFunction) -> Callable[..., list[Array]]:
-        return elementwise_function(function, contraction, operand_labels)
+    def bind(*operands: Array, function: ScalarFunction) -> list[Array]:
+        # The derivative reads the operands again, so none is overwritten.
+        results: list[Array] = _bind(*operands, **params | {"function": function, "in_place": ()})
+        return results
 
-    # The derivative reads the operands again, so none is overwritten.
-    bind = functools.partial(
-        _bind, contraction=contraction, operand_labels=operand_labels, precision=precision,
-        accumulator=accumulator, out_dtype=out_dtype, in_place=(), symmetric=symmetric,
-    )  # fmt: skip
     return jvp_at_pre_activation(
-        bind, change, elementwise, function, accumulator, out_dtype, 2, primals, tangents
-    )
+        bind, change, call.elementwise, call.function, call.accumulator, call.out_dtype, 2,
+        primals, tangents,
+    )  # fmt: skip
 
 
 def _batch(
-    axis_data: Any,
-    operands: Sequence[Array],
-    dims: Sequence[int | None],
-    *,
-    contraction: Contraction,
-    function: ScalarFunction | None = None,
-    operand_labels: tuple[Labels, ...] = (),
-    pair: bool = False,
-    **params: Any,
+    axis_data: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Array], list[int]]:
     """Label the mapped axis in place; an operand without it is unchanged."""
-    if function is None:
-        result, dim = batched(
-            contract, axis_data, operands, dims, contraction=contraction, **params
-        )
+    call = _Call(**params)
+    if call.function is None:
+        result, dim = batched(contract, axis_data, operands, dims, **params)
         return [result], [dim]
-    out_dims = function.mapped_dims
-    lhs, right, bounds, read = _Operands.of(dims, contraction, pair)
-    x, matrices, of_groups, arrays = _Operands.of(operands, contraction, pair)
-    is_mapped = any(dim is not None for dim in (lhs, *right))
-    call = {**params, "contraction": contraction, "operand_labels": operand_labels}
-    if pair and (not is_mapped or right[0] != right[1]):
+    out_dims = call.function.mapped_dims
+    lhs, right, bounds, read = call.split(operands)
+    of_lhs, of_right, of_bounds, of_read = call.split(dims)
+    is_mapped = any(dim is not None for dim in (of_lhs, *of_right))
+    if call.pair and (not is_mapped or of_right[0] != of_right[1]):
         # The products do not have the axis in the same way.
-        both = functools.partial(_two_contractions, function=function, **call)
+        both = functools.partial(_unfused, **params)
         return jax.vmap(both, tuple(dims), out_dims, axis_size=axis_data.size)(*operands), out_dims
-    if not is_mapped and all(dim is None for dim in bounds):
+    if not is_mapped and all(dim is None for dim in of_bounds):
         # One product has an epilogue for each element of the batch.
-        accumulators = contract(
-            x,
-            *matrices,
-            *of_groups,
-            contraction=contraction,
-            precision=params["precision"],
-            out_dtype=params["accumulator"],
-        )
-        elementwise = elementwise_function(function, contraction, operand_labels)
-        over = jax.vmap(elementwise, (None, *dims[2:]), out_dims)
+        accumulators = contract(lhs, *right, *bounds, **call.product(out_dtype=call.accumulator))
+        over = jax.vmap(call.elementwise(), (None, *dims[2:]), out_dims)
         return over(accumulators, *operands[2:]), out_dims
-    factors, labels = mapped(contraction, [x, matrices[0], *of_groups], [lhs, right[0], *bounds])
-    if pair:
-        params["pair"] = True
-    results = _bind(
-        *factors[:2],
-        *matrices[1:],
-        *factors[2:],
-        *arrays,
-        contraction=labels,
-        function=function,
-        operand_labels=tuple(
-            labelled(own, labels.out[0], dim) for own, dim in zip(operand_labels, read, strict=True)
-        ),
-        **params,
+    places = [of_lhs, of_right[0], *of_bounds]
+    factors, labels = mapped(call.contraction, [lhs, right[0], *bounds], places)
+    params["contraction"], new = labels, labels.out[0]
+    params["operand_labels"] = tuple(
+        labelled(own, new, dim) for own, dim in zip(call.operand_labels, of_read, strict=True)
     )
-    return results, out_dims
+    return _bind(*factors[:2], *right[1:], *factors[2:], *read, **params), out_dims
 
 
 # Partitioning: the labels state which dimensions may be split among devices. Where these have parts
@@ -527,37 +473,29 @@ def sharding_rule(
     )  # fmt: skip
 
 
-def _sharding_rule(
-    *operands: Any,
-    contraction: Contraction,
-    operand_labels: tuple[Labels, ...] = (),
-    function: ScalarFunction | None = None,
-    **_: Any,
-) -> ShardingRule:
-    c, n = contraction, len(contraction.operands)
-    rule = sharding_rule(*operands[:n], contraction=c)
-    if function is None:
+def _sharding_rule(*operands: Any, **params: Any) -> ShardingRule:
+    call, n = _Call(**params), len(params["contraction"].operands)
+    c, rule = call.contraction, sharding_rule(*operands[:n], **params)
+    if call.function is None:
         return rule
     # Rows of any group may be in a device's part of the results. So every device has whole bounds,
     # and whole operands of groups, which are small.
     bounds = [(None,) * x.ndim for x in operands[2:n]]
-    read = [tuple(None if label == c.group else label for label in own) for own in operand_labels]
+    read = [tuple(None if x == c.group else x for x in own) for own in call.operand_labels]
     whole = dataclasses.replace(rule, operands=(c.lhs, c.rhs, *bounds))
-    return with_epilogue(whole, read, function)
+    return with_epilogue(whole, read, call.function)
 
 
 def _localised(
     shard: Shard,
-    lhs: Array,
-    rhs: Array,
-    *others: Array,
+    *operands: Array,
     contraction: Contraction,
     function: ScalarFunction | None = None,
     **_: Any,
 ) -> list[Array]:
     if contraction.group is None:
-        return [lhs, rhs, *others]
-    bounds, *read = others
+        return [*operands]
+    lhs, rhs, bounds, *read = operands
     for dim, label in enumerate(contraction.bounds[:-1] if function else ()):
         if shard.is_split(label):
             bounds = part_of(shard, bounds, dim, label)
@@ -569,8 +507,9 @@ def _source(operands: Sequence[Operand], **params: Any) -> tuple[Sequence[Operan
 
     A device's part of a symmetric product may be a square of it that is not symmetric.
     """
-    others = {"symmetric": False} if "symmetric" in params else {}
-    return contraction_lowering.source(operands, **params | others)
+    if "symmetric" in params:
+        params["symmetric"] = False
+    return contraction_lowering.source(operands, **params)
 
 
 def in_float32(*, function: ScalarFunction | None = None, **params: Any) -> Params:
@@ -581,24 +520,14 @@ def in_float32(*, function: ScalarFunction | None = None, **params: Any) -> Para
     return {**params, "function": function.with_reductions_in_float32()}
 
 
-def _function_of_sum(
-    *,
-    contraction: Contraction,
-    operand_labels: tuple[Labels, ...],
-    function: ScalarFunction,
-    precision: Any,
-    accumulator: np.dtype[Any],
-    out_dtype: np.dtype[Any],
-    **_: Any,
-) -> FunctionOfSum:
-    def epilogue(total: Array, _: Array, __: Array, *others: Array) -> list[Array]:
-        elementwise = elementwise_function(function, contraction, operand_labels)
-        return elementwise(total.astype(accumulator), *others)
+def _function_of_sum(**params: Any) -> FunctionOfSum:
+    call = _Call(**params)
 
-    term = functools.partial(
-        contract, contraction=contraction, precision=precision, out_dtype=out_dtype
-    )
-    return FunctionOfSum(term, out_dtype, epilogue)
+    def epilogue(total: Array, _: Array, __: Array, *others: Array) -> list[Array]:
+        return call.elementwise()(total.astype(call.accumulator), *others)
+
+    term = functools.partial(contract, **call.product(out_dtype=call.out_dtype))
+    return FunctionOfSum(term, call.out_dtype, epilogue)
 
 
 # Checkpoint policies.
@@ -625,45 +554,36 @@ def as_dot_general(
     }
 
 
-def _saved(
-    *,
-    contraction: Contraction,
-    operand_labels: tuple[Labels, ...] = (),
-    function: ScalarFunction | None = None,
-    accumulator: np.dtype[Any] | None = None,
-    pair: bool = False,
-    **_: Any,
-) -> Saved | None:
-    if function is None or accumulator is None or pair or contraction.group is not None:
+def _saved(**params: Any) -> Saved | None:
+    call = _Call(**params)
+    if call.function is None or call.pair or call.contraction.group is not None:
         return None
-    elementwise = elementwise_function(function, contraction, operand_labels)
-    return saved_pre_activation(function, elementwise, accumulator)
+    assert call.accumulator is not None
+    return saved_pre_activation(call.function, call.elementwise(), call.accumulator)
 
 
 # Lowering.
 
 
-def _kernel(
-    operands: Sequence[Operand],
-    *,
-    contraction: Contraction,
-    precision: Any,
-    out_dtype: np.dtype[Any],
-    pair: bool = False,
-    accumulator: np.dtype[Any] | None = None,
-    **params: Any,
-) -> PlannedKernel | str:
-    lhs, (rhs, *second), bounds, read = _Operands.of(operands, contraction, pair)
+def _kernel(operands: Sequence[Operand], **params: Any) -> PlannedKernel | str:
+    call = _Call(**params)
+    lhs, (rhs, *second), bounds, read = call.split(operands)
+    assert call.function is not None
+    assert call.accumulator is not None
+    state = functools.partial(
+        state_problem, contract, CUDA, contraction=call.contraction, precision=call.precision
+    )
     return fused_kernel(
         (lhs, rhs, *bounds),
         second[0] if second else None,
         read,
-        contraction=contraction,
-        accumulator=accumulator or accumulator_dtype(lhs.aval.dtype, out_dtype),
-        state=functools.partial(
-            state_problem, contract, CUDA, contraction=contraction, precision=precision
-        ),
-        **params,
+        contraction=call.contraction,
+        operand_labels=call.operand_labels,
+        function=call.function,
+        accumulator=call.accumulator,
+        state=state,
+        in_place=call.in_place,
+        symmetric=call.symmetric,
     )
 
 
@@ -675,7 +595,7 @@ _FUSED = planners(
     on_cpu="XLA fuses it into one pass",
 )
 _PAIR = planners(
-    _kernel, _two_contractions, "a kernel for each", on_cpu="kernels of both are for Hopper GPUs"
+    _kernel, _unfused, "a kernel for each", on_cpu="kernels of both are for Hopper GPUs"
 )
 
 
@@ -683,7 +603,7 @@ def _planner(platform: str) -> Planner:
     def of(params: Params) -> Planner:
         if "function" not in params:
             return _PLAIN[platform]
-        return (_PAIR if params.get("pair") else _FUSED)[platform]
+        return (_PAIR if params["pair"] else _FUSED)[platform]
 
     def refusal(*operands: Any, **params: Any) -> Rewrite | Fallback | None:
         return of(params).refusal(*operands, **params)
@@ -698,25 +618,15 @@ def _planner(platform: str) -> Planner:
     return Planner(refusal, plan)
 
 
-def _described(
-    *,
-    contraction: Contraction,
-    operand_labels: tuple[Labels, ...] = (),
-    function: ScalarFunction | None = None,
-    pair: bool = False,
-    **_: Any,
-) -> str:
-    if function is None:
-        return str(contraction)
-    if not pair:
-        called = described_function(function, contraction, operand_labels)
-        return f"contract {contraction}, {called}"
-    called = described_function(function, contraction, operand_labels, products=2)
-    names = contraction.names
-    lhs, rhs, out = (
-        "".join(names[x] for x in labels)
-        for labels in (contraction.lhs, contraction.rhs, contraction.out)
-    )
+def _described(**params: Any) -> str:
+    call = _Call(**params)
+    if call.function is None:
+        return str(call.contraction)
+    c = call.contraction
+    called = described_function(call.function, c, call.operand_labels, products=1 + call.pair)
+    if not call.pair:
+        return f"contract {c}, {called}"
+    lhs, rhs, out = ("".join(c.names[x] for x in labels) for labels in (c.lhs, c.rhs, c.out))
     return f"contract {lhs},{rhs},{rhs}->{out}, {called}"
 
 
@@ -736,7 +646,7 @@ _bind = define(
         planners={platform: _planner(platform) for platform in _PLAIN},
         describe=_described,
         # XLA partitions each of the two calls of a pair.
-        composed=_two_contractions,
+        composed=_unfused,
         is_composed=lambda **params: params.get("pair", False),
         localised=_localised,
         source=_source,
