@@ -3,17 +3,20 @@
 import dataclasses
 import re
 
+import emulated_plans
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from candidate_calls import run
+from emulated_gpu import emulated_gpu
 from nvrtc_mark import needs_gpu, require_nvrtc
 from products import BF16, F16, F32, H100, product_of
 
 import jax_tilekern as jtk
 from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.plans.gemm import select
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
@@ -162,7 +165,35 @@ def test_weights_of_other_types_and_shapes(rng):
         gated(x, w[1:], up[1:])
 
 
+def gated_and_sums(x, w, up):
+    return jtk.gated_linear(x, w, up, epilogue=lambda y: (y, jtk.row_sum(y)))
+
+
+def check_gated_and_sums(call, rng):
+    x, w, up = (jnp.asarray(rng.normal(size=s), BF16) for s in ((136, 64), (64, 200), (64, 200)))
+    gated, sums = jax.jit(call)(x, w, up)
+    x, w, up = (np.asarray(a, np.float64) for a in (x, w, up))
+    exact = x @ w / (1 + np.exp(-(x @ w))) * (x @ up)
+    largest = np.abs(exact).max()
+    assert (gated.dtype, sums.dtype) == (BF16, F32)
+    np.testing.assert_allclose(np.asarray(gated, np.float64), exact, atol=2.0**-6 * largest)
+    np.testing.assert_allclose(sums, exact.sum(-1), atol=2.0**-5 * largest)
+
+
+def test_rows_are_reduced(rng):
+    check_gated_and_sums(gated_and_sums, rng)
+
+
 # Results of the kernels.
+
+
+@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+def test_the_kernel_of_both_reduces_rows(rng, monkeypatch):
+    for limit in ("_of_two_kernels", "_of_xla"):
+        monkeypatch.setattr(select, limit, lambda *_: np.inf)
+    with emulated_gpu() as ran:
+        check_gated_and_sums(gated_and_sums, rng)
+    assert [plan.name for plan in ran] == ["wgmma_matmul_of_pair bf16"]
 
 
 @needs_gpu

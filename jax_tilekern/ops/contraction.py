@@ -303,7 +303,12 @@ def _of_rounded(function: ScalarFunction, product: np.dtype[Any]) -> ScalarFunct
 
     of_rounded.__name__ = function.name
     traced = trace_scalars(of_rounded, accumulator, product, [product, *scalars]).function
-    return dataclasses.replace(traced, names=function.names, reductions=function.reductions)
+    return dataclasses.replace(
+        traced,
+        names=function.names,
+        out_dtypes=function.out_dtypes,
+        reductions=function.reductions,
+    )
 
 
 # Differentiation and batching, which Strassen's algorithm has in common.
