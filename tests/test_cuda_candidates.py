@@ -13,7 +13,6 @@ from products import product_of, ragged_product_of
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gemm.sm90 import emulated
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.grouped_gemm import select as ragged_matmul
 from jax_tilekern.plans.reduction.problem import SummedDims
 from jax_tilekern.plans.reduction.select import sum_candidate
 
@@ -241,7 +240,7 @@ def test_every_candidate_computes_each_group(arithmetic, operand, result, ragged
     left, right = lhs.astype(np.float64), rhs.astype(np.float64)
     shape = (batches, *groups_of_out, m, n + padding)
     gpu = current_gpu()
-    found = ragged_matmul.candidates(product, gpu)
+    found = candidates(product, gpu)
     if more:
         # The best of each family, for all in each layout take long to compile.
         found = {type(candidate): candidate for candidate in reversed(found)}.values()
