@@ -168,7 +168,7 @@ def test_inverses_of_small_matrices(rng, dtype, n):
 
 
 @pytest.mark.parametrize(("dtype", "out"), [(INT8, INT32), (F32, F32)])
-@pytest.mark.parametrize("k", [48, 20671])
+@pytest.mark.parametrize("k", [48, 40671])
 @pytest.mark.parametrize("lhs_k_major", [True, False])
 @pytest.mark.one_in(4)
 def test_products_with_a_vector(rng, dtype, out, k, lhs_k_major):
