@@ -31,7 +31,7 @@ def rules():
 modules, jaxs = set(sys.modules), rules()
 import jax_tilekern
 new = set(sys.modules) - modules
-bad = [m for m in new if m.split(".")[0] in ("rich", "matplotlib", "filelock", "pynvml")]
+bad = [m for m in new if m.split(".")[0] in ("matplotlib", "filelock", "pynvml")]
 bad += [m for m in new if m.startswith("jax_tilekern.cli")]
 import jax_tilekern.compilation.compiler
 bad += ["nvrtc"] * ("nvrtc" in open("/proc/self/maps").read())

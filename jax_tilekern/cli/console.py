@@ -1,38 +1,15 @@
-"""Where the commands print, and in what units."""
+"""What the commands write, and in what units."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax_tilekern.files import replace_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-# Wide enough for the tables where the output is a file or a pipe, which has no width of its own.
-_PIPED_WIDTH = 190
-
-
-def make_console(piped_width: int = _PIPED_WIDTH) -> Console:
-    """Return a console on the standard output, without control characters unless it is a tty."""
-    # Imported here: importing the package must not import rich.
-    from rich.console import Console
-
-    tty = sys.stdout.isatty()
-    return Console(
-        width=None if tty else piped_width,
-        force_terminal=tty,
-        no_color=not tty,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
 
 
 def output_file(text: str) -> Path:

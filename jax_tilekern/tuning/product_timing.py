@@ -69,14 +69,9 @@ mlir.register_lowering(_planned, _emit, platform="cuda")
 
 def by_plan(plan: LaunchPlan, shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
     """Return the result, of this shape and type, of a plan's kernels."""
-    (result,) = results_by_plan(plan, [jax.core.ShapedArray(tuple(shape), dtype)], *operands)
-    return result
-
-
-def results_by_plan(plan: LaunchPlan, results: Sequence[Any], *operands: Array) -> list[Array]:
-    """Return the results of a plan's kernels, which are of these abstract values."""
-    found: list[Array] = _planned.bind(*operands, plan=plan, results=tuple(results))
-    return found
+    results = (jax.core.ShapedArray(tuple(shape), dtype),)
+    found: list[Array] = _planned.bind(*operands, plan=plan, results=results)
+    return found[0]
 
 
 class _Array(NamedTuple):
