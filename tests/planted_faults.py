@@ -42,7 +42,7 @@ FAULTS = [
     ("ops/matrices.py", "product(_transposed_if(a_dot, transpose), x)",
      "product(a_dot, x)", "second order", "linalg.solve"),
     ("ops/matrices.py", "off_diagonal = int(unit_diagonal)",
-     "off_diagonal = 1", "jvp", "linalg.solve_triangular"),
+     "off_diagonal = 0", "jvp", "linalg.solve_triangular"),
     ("ops/matrices.py", "jnp.tril(inner) / (1 + jnp.eye(a.shape[-1], dtype=a.dtype))",
      "jnp.tril(inner)", "vjp", "linalg.cholesky"),
     ("ops/matrices.py", "product(lower, jnp.tril(inner, -1)) +", "", "jvp", "linalg.lu"),
