@@ -86,7 +86,7 @@ def _compilations_of_calls(function, arrays):
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 @pytest.mark.parametrize("derivative", [False, True])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_repeated_call_compiles_nothing(name, derivative):
     call, arrays = call_of(name)
     function, floats = functools.partial(call.function, jtk), differentiable(arrays)
