@@ -81,7 +81,7 @@ def test_unknown_level_is_refused(name):
 
 @pytest.mark.parametrize("subscripts", MAJORS)
 @pytest.mark.parametrize(("lhs", "rhs", "out"), TYPES)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
     for shape in SHAPES:
         a, b = operands(rng, subscripts, dict(zip("mnk", shape, strict=True)), lhs, rhs)
@@ -102,7 +102,7 @@ def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
         (BF16, 12),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_few_columns_along_a_long_k(rng, dtype, n):
     """Such a product is packed in parts of k, and read in place where k has up to 2048 elements."""
     cases = [("mk,kn", 61, 2047), ("mk,kn", 29, 2049), ("mk,kn", 40, 4500), ("mk,nk", 300, 1100)]
@@ -146,7 +146,7 @@ def test_nan_and_inf_propagate(rng, dtype):
     ],
 )
 @pytest.mark.parametrize("vectors", [1, 3])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_short_rows_do_not_read_the_next_one(rng, dtype, out, vectors):
     """Whatever follows a row in memory, NaN among it, is no part of its sums."""
     for k in (1, 3, 7, 9, 17, 31, 33, 70):

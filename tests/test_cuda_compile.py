@@ -119,7 +119,7 @@ def _features(arch, kernel, instance):
 
 
 @pytest.mark.parametrize(("arch", "kernel", "instance"), covering(_cases(), _features))
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(24)
 def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
     compiled = compile_kernels(kernel, arch=arch)
     entry = compiled.entry(kernel.name)
@@ -207,7 +207,7 @@ def _wgmma_features(instance):
 
 
 @pytest.mark.parametrize("instance", covering(_wgmma_cases(), _wgmma_features))
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_compiles_to_warpgroup_products_that_run_in_the_background(instance):
     kernel = instance.kernel
     compiled = compile_kernels(kernel, arch="sm_90a")
@@ -248,6 +248,7 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize(("plan", "overlaps"), OVERLAPS.values(), ids=OVERLAPS)
+@pytest.mark.one_in(3)
 def test_overlapping_launches_wait(plan, overlaps):
     launches = plan().launches
     assert tuple(launch.overlaps for launch in launches) == overlaps

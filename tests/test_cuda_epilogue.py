@@ -97,7 +97,7 @@ def _kernels():
 
 
 @pytest.mark.parametrize("kernel", [pytest.param(kernel, id=name) for name, kernel in _kernels()])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_kernels_take_an_epilogue_without_spills(kernel):
     kernel = kernel()
     identity = compile_source(f'#include "{kernel.source}"\n', [kernel.name], arch="sm_90a")
@@ -196,6 +196,7 @@ def _layouts():
 
 
 @pytest.mark.parametrize("instance", _layouts())
+@pytest.mark.one_in(2)
 def test_accumulators_of_a_warp_cover_its_tile(instance):
     tile = instance.tile
     rows, columns = tile.block_m // tile.warps_m, tile.block_n // tile.warps_n

@@ -153,6 +153,7 @@ def test_plans_spill_no_registers_and_serialize_no_mma(name, gpu, sizes):
         ("fp8_fast", "wgmma"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_every_arithmetic_takes_an_epilogue(x64, arithmetic, kernel):
     dtypes = {"f64": np.float64, "int8": np.int32}
     dtype = np.dtype(dtypes.get(arithmetic, np.float32))

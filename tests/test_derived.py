@@ -461,7 +461,7 @@ DRAWS = [0, *(pytest.param(i, marks=pytest.mark.thorough) for i in (1, 2))]
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(12)
 @pytest.mark.usefixtures("highest_precision")
 def test_derived(request, name, case, draw):
     description, how = DESCRIPTIONS[name], CASES[case]

@@ -86,7 +86,7 @@ def _compilations_of_calls(function, arrays):
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 @pytest.mark.parametrize("derivative", [False, True])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(24)
 def test_a_repeated_call_compiles_nothing(name, derivative):
     call, arrays = call_of(name)
     function, floats = functools.partial(call.function, jtk), differentiable(arrays)
@@ -142,6 +142,7 @@ def test_equal_methods_are_different_functions():
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.one_in(2)
 def test_a_repeated_call_is_not_traced_again(name, traced):
     x = jnp.ones((6, 6))
     CALLS[name](x)

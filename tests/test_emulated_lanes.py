@@ -99,6 +99,7 @@ def _assert_random_is_vmap(emulated, name, kind, seed):
 
 
 @pytest.mark.parametrize(("kind", "seed"), PROGRAMS)
+@pytest.mark.one_in(4)
 def test_random_programs(emulated, kind, seed):
     _assert_random_is_vmap(emulated, f"{kind} {seed}", kind, seed)
 
@@ -113,6 +114,7 @@ def test_more_random_programs(tmp_path, seed):
 
 
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.one_in(10)
 def test_is_vmap(emulated, name):
     function, args = mapped_by(TABLE[name], jax.vmap)
     assert_close(emulated(name, *args), raw(jax.jit(function)(*args)))
@@ -131,6 +133,7 @@ def test_is_vmap_of_64_bits(emulated, name, x64):
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.one_in(5)
 def test_gradient_is_that_of_vmap(emulated, name):
     function, args = gradient_by(GRADIENTS[name], jax.vmap)
     found = emulated(f"gradient of {name}", *args)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there i
         (5000, 2, 2), (5000, 512, 2), (40_000, 512, 4), (3000, 513, 7),
     ],
 )  # fmt: skip
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_orders_places_and_bounds(rng, rows, bins, kernels):
     keys = rng.integers(-2, bins, rows).astype(np.int32)
     keys[rng.random(rows) < 0.3] = 0

@@ -232,7 +232,7 @@ def cubic(product, scale, x, row, column):
         (jnp.bfloat16, WgmmaTile(128, 128, cooperative=False)),
     ],
 )
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(18)
 def test_symmetric_products_with_matrices_in_the_epilogue(monkeypatch, how, dtype, tile):
     """Operands of cooperative consumers come through the mainloop's stages."""
     monkeypatch.setattr(kernels, "SYMMETRIC", dataclasses.replace(kernels.SYMMETRIC, tiles=(tile,)))

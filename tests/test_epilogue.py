@@ -198,7 +198,7 @@ def assert_same_function(found, expected, rtol):
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16])
 @pytest.mark.parametrize("name", UNARY)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_functions_of_one_float(name, dtype):
     function = getattr(lax, name)
     found, expected = at_every_pair(lambda x, y: function(x), SPECIAL, dtype, np.float32)

@@ -87,7 +87,7 @@ def fused_layers(module, types, hidden, result):
 @pytest.mark.parametrize("types", MESH_TYPES.values(), ids=MESH_TYPES)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_schemes_communicate_no_more_than_jax(rng, scheme, transform, types):
     x_spec, w1_spec, w2_spec, hidden, result = SCHEMES[scheme]
     mesh = eight_devices(types)

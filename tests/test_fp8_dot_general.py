@@ -44,6 +44,7 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("gradient", [F8E4, F8E5])
 # With K equal to N, operands quantised along the wrong dimension have the right shapes.
 @pytest.mark.parametrize(("m", "k", "n"), [(200, 136, 136), (40, 300, 130)])
+@pytest.mark.one_in(4)
 def test_each_product_has_operands_quantised_along_its_contraction(rng, m, k, n, gradient):
     def spread(*shape):
         # Rows and columns of very different magnitudes, so that blocks matter.
@@ -77,7 +78,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("lhs", "rhs", "numbers"), NUMBERS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 def test_dimension_numbers(rng, lhs, rhs, numbers):
     x, w = (jnp.asarray(rng.normal(size=shape), F32) for shape in (lhs, rhs))
     exact = functools.partial(lax.dot_general, dimension_numbers=numbers, precision="highest")
@@ -187,6 +188,7 @@ def test_devices(rng, of_x, of_w):
         (P(None, "m"), P("m"), P("d", None)),
     ],
 )
+@pytest.mark.one_in(4)
 def test_explicit_axes(rng, of_x, of_w, out):
     """Types and errors are those of ``lax.dot_general``."""
     x = jnp.asarray(rng.normal(size=(16, 200)), F32)

@@ -278,6 +278,7 @@ def test_bodies_are_fused(operands, function):
 
 
 @pytest.mark.parametrize("function", [in_scan, in_checkpoint, in_custom_vjp, in_custom_jvp])
+@pytest.mark.one_in(2)
 def test_derivatives_of_fused_bodies(operands, function):
     """Rules of the user's stay what they are."""
     x, w, b, *_ = operands

@@ -126,10 +126,13 @@ def test_a_function_of_two_products(key, bounds, k_major, arithmetic):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("k_major", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_kernels_compile_to_what_the_plan_assumes(k_major):
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("k_major", [False, True])
+@pytest.mark.one_in(8)
+def test_kernels_compile_to_what_the_plan_assumes(k_major, part):
     sizes = {"rows": 65536, "n": 1280, "k": 2560, "groups": 64, "rhs_k_major": k_major}
-    for candidate in grouped_wgmma_candidates(pair(**sizes), H100):
+    found = list(grouped_wgmma_candidates(pair(**sizes), H100))
+    for candidate in found[part::4]:
         entry = candidate.plan(H100).launches[-1].entry
         assert not entry.serialized, candidate.key
         # Wide tiles have as many accumulators as registers beside them.

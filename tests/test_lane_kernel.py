@@ -74,6 +74,7 @@ TRANSFORMATIONS = [
 
 
 @pytest.mark.parametrize("transformed", TRANSFORMATIONS)
+@pytest.mark.one_in(4)
 def test_transformations(transformed):
     wanted = jax.jit(lambda: transformed(loss_by(jax.vmap)))()
     close(jax.jit(lambda: transformed(loss_by(jtk.kernel)))(), wanted)
@@ -156,6 +157,7 @@ def loss_of(f, map_, **settings):
     ("count", "checkpoint", "reverse"),
     [(500, None, False), (500, 1, True), (506, 22, False), (506, 22, True), (9, 1000, False)],
 )
+@pytest.mark.one_in(3)
 def test_gradient_with_checkpoints(count, checkpoint, reverse):
     f, args = of_steps(count, reverse)
     loss, wanted = loss_of(f, jtk.kernel, checkpoint=checkpoint), loss_of(f, jax.vmap)
@@ -486,6 +488,7 @@ def explained(function, *args, gpu="sm_90"):
         (kalman, (0, None, None, 0), ((6,), (6, 6), (6, 6), (50, 2)), 255),
     ],
 )
+@pytest.mark.one_in(3)
 def test_loops_are_in_registers(f, in_axes, shapes, registers, gpu):
     lanes = 1 << 20
     args = [

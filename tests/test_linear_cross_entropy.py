@@ -397,6 +397,7 @@ def test_sharded_vocabulary_sends_no_more_than_jax(rng, name, derived):
 @needs_devices
 @pytest.mark.parametrize("kinds", ["auto", "explicit"])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.one_in(3)
 def test_vmap_over_weights_of_devices(rng, kinds, reduction):
     """Each device has the loss and the gradient of its own model; nothing is sent."""
     mesh = mesh_of(MESH_TYPES[kinds])

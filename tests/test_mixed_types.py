@@ -77,6 +77,7 @@ def test_every_pair_into_float32(rng):
 
 @pytest.mark.skipif(on_gpu(), reason="XLA's integers become 8-bit floats by invalid code on GPUs")
 @pytest.mark.parametrize("preferred", [None, np.int32, BF16])
+@pytest.mark.one_in(2)
 def test_every_pair_as_lax(rng, preferred):
     """Also where an integer result truncates operands, and where nothing holds both operands."""
     pairs = [
@@ -144,7 +145,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_every_product_and_its_gradient(rng, name):
     function, subscripts = PRODUCTS[name]
     rows = {"matvec": (slice(4), slice(1)), "vecmat": (slice(1), slice(4))}.get(name)

@@ -203,6 +203,7 @@ def test_route(rng, score):
         (4, np.int32, 2**31 - 1, -1, []), (4, np.int32, 6, 5, [1]),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_indices_of_every_type(experts, dtype, index, offset, used):
     one, x, weight = jnp.ones((experts, 2, 2)), jnp.ones((1, 2)), jnp.ones((1, 1))
     indices = np.full((1, 1), index, dtype)

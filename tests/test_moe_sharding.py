@@ -93,7 +93,7 @@ def _bytes_of_jax(scheme, gradient):
 
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(20)
 def test_automatic_axes(rng, scheme, gradient):
     mesh, arrays, specs = mesh_of((AUTO, AUTO)), _arrays(rng), _specs(scheme)
     args = [put(mesh, x, s) for x, s in zip(arrays, specs, strict=True)]
@@ -111,7 +111,7 @@ def test_automatic_axes(rng, scheme, gradient):
 @pytest.mark.parametrize("types", [x for x in MESH_TYPES.values() if EXPLICIT in x], ids=str)
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(48)
 def test_explicit_axes(rng, scheme, gradient, types):
     mesh, arrays, specs = mesh_of(types), _arrays(rng), _specs(scheme)
     if AUTO in types and ("two axes" in scheme or "common" in scheme):

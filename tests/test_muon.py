@@ -92,13 +92,14 @@ def assert_same_steps(params, tolerance, **kwargs):
     ],
     ids=lambda kwargs: "-".join(kwargs) or "default",
 )
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(20)
 def test_steps_are_those_of_optax(rng, kwargs):
     tolerance = 1e-2 if "mu_dtype" in kwargs else 1e-4 if kwargs.get("ns") else 2e-5
     assert_same_steps(parameters(rng), tolerance, **kwargs)
 
 
 @pytest.mark.parametrize("types", [None, (AUTO, AUTO), (EXPLICIT, EXPLICIT)], ids=str)
+@pytest.mark.one_in(3)
 def test_injected_hyperparameters(rng, types):
     """They are values of the program, ``ns_steps`` among them."""
     params, gradients = parameters(rng), parameters(rng)

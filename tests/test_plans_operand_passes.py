@@ -197,7 +197,7 @@ def kernels():
 @pytest.mark.parametrize(
     "kernel", kernels(), ids=lambda kernel: kernel.name.replace("tilekern::", "")
 )
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_compiles(arch, kernel):
     compiled = compile_kernels(kernel, arch=arch)
     entry = compiled.entry(kernel.name)

@@ -58,7 +58,7 @@ def _kernels(matrices):
     ("arch", "n"),
     [("sm_80", 7), ("sm_90a", 2), ("sm_90a", 8), ("sm_90a", 31), ("sm_90a", 64), ("sm_120", 16)],
 )
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 def test_kernels_compile(arch, n, dtype):
     found = list(_kernels(SmallMatrices(1000, n, dtype)))
     compiled = compile_kernels(*(each.kernel for each in found), arch=arch)

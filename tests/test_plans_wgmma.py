@@ -103,6 +103,7 @@ def test_tensor_maps_stay_inside_their_buffers(case):
     ],
     ids=["plain", "packed", "split", "batch", "fp8"],
 )
+@pytest.mark.one_in(2)
 def test_parameters_are_those_of_the_compiled_kernels(wanted, kernels):
     found = [c for c in candidates(wanted, H100) if len(plan_of(c).launches) == kernels]
     choice = min(found, key=lambda choice: choice.cycles)
@@ -131,6 +132,7 @@ SINGLE_STORES = ragged_product_of("int8", "m", 5, 2000, 511, 336, rhs_k_major=Tr
 
 @needs_nvrtc
 @pytest.mark.parametrize("product", [ROWS_OF_BATCHES, WIDE_SUMS, SINGLE_STORES], ids=name_of)
+@pytest.mark.one_in(3)
 def test_parameters_of_grouped_gemms_are_those_of_the_compiled_kernels(product):
     choice = min(taken(GROUPED_WGMMA, product, H100), key=lambda choice: choice.cycles)
     # Launch compares them.

@@ -140,6 +140,7 @@ def test_options():
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rows", [128, 256])
+@pytest.mark.one_in(4)
 def test_devices_have_whole_blocks(rng, block, rows):
     mesh = jax.make_mesh((2, 4), ("d", "m"), (AxisType.Auto,) * 2, devices=devices()[:8])
     x = jnp.asarray(rng.normal(size=(rows, 1024)), np.float32)
@@ -164,6 +165,7 @@ def test_devices_have_whole_blocks(rng, block, rows):
         ((256, 512), P(("d", "m"), None), (P(("d", "m"), None), P(None, None))),
     ],
 )
+@pytest.mark.one_in(3)
 def test_explicit_axes(rng, shape, spec, of_scales):
     x = jnp.asarray(rng.normal(size=shape), np.float32)
     with jax.set_mesh(jax.make_mesh((2, 4), ("d", "m"), devices=devices()[:8])):
@@ -192,7 +194,7 @@ KERNELS = [
 
 @pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 @pytest.mark.parametrize(("of", "dtype", "block", "power_of_two", "both", "shape"), KERNELS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_bits_of_the_kernel(rng, of, dtype, block, power_of_two, both, shape):
     x = hostile(rng, shape, of)
     with emulated_gpu(options=emulated_plans.SANITIZED) as ran:
@@ -203,7 +205,7 @@ def test_bits_of_the_kernel(rng, of, dtype, block, power_of_two, both, shape):
 @needs_nvrtc
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("of", [np.float32, ml_dtypes.bfloat16, np.float16])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_the_kernel_compiles_without_spills(of, square):
     for transposed, power_of_two in itertools.product((False, True), repeat=2):
         if power_of_two and transposed and not square and of != ml_dtypes.bfloat16:

@@ -61,6 +61,7 @@ def separate(x, w, bias):
 
 @pytest.mark.parametrize("shape", [(40, 264, 24), (3, 129, 8), (2, 1, 4)])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.one_in(2)
 def test_bits(rng, dtype, shape):
     given = arrays(rng, *shape, dtype)
     assert_same_bits(fused(*given), separate(*given))
@@ -152,6 +153,7 @@ def test_errors(rng):
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 @pytest.mark.parametrize("columns", [512, 520, 128])
 @pytest.mark.parametrize("contracted", [False, True])
+@pytest.mark.one_in(2)
 def test_devices_have_whole_blocks(rng, columns, contracted):
     mesh = jax.make_mesh((2, 4), ("d", "m"), (AxisType.Auto,) * 2, devices=devices()[:8])
     given = arrays(rng, 64, columns, 32, F32)
@@ -180,7 +182,7 @@ HOW = [
     ("shape", "dtype", "batch"),
     [((140, 264, 72), BF16, ()), ((70, 129, 64), F16, ()), ((72, 256, 32), F32, (2,))],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_bits_of_the_kernel(rng, shape, dtype, batch, how):
     given = arrays(rng, *shape, dtype, batch)
     with jax.default_matmul_precision("default"), emulated_gpu(**how) as ran:
@@ -267,6 +269,7 @@ def activated(y, bias):
 
 @needs_nvrtc
 @pytest.mark.parametrize("kind", ["plain", "scaled", "pair"])
+@pytest.mark.one_in(3)
 def test_no_register_is_spilled_and_no_mma_serialized(kind):
     n = 4096
     plain = product_of("bf16", 4096, n, 4096)

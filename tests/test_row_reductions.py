@@ -33,7 +33,7 @@ SHAPES = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16, np.float64])
 @pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_values_beside_the_product_and_alone(rng, x64, kind, dtype, shapes):
     reduce, expected = KINDS[kind]
     a, b = (random(rng, shape, dtype) for shape in shapes)
@@ -155,7 +155,7 @@ def assert_within_bounds(found, x, w, bias, elements=True):
 @needs_devices
 @pytest.mark.parametrize("elements", [True, False], ids=["elements", "reductions alone"])
 @pytest.mark.parametrize("specs", SCHEMES.values(), ids=SCHEMES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_sharded(rng, specs, elements):
     """Devices reduce the columns that they have, and send no more than JAX's program does."""
     args = drawn(rng)

@@ -312,7 +312,7 @@ HOW = [
 @emulated
 @pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
 @pytest.mark.parametrize(("of_lhs", "of_rhs", "out", "m", "n", "k", "tile", "splits"), KERNELS)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(35)
 def test_emulated_kernels(rng, of_lhs, of_rhs, out, m, n, k, tile, splits, how):
     batch = 2
     problem = product(m, n, k, of_lhs, of_rhs, out, (batch,))

@@ -257,7 +257,7 @@ HOW = [
 @emulated
 @pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
 @pytest.mark.parametrize(("out", "sizes", "m", "n", "k", "tile", "by_row"), dict.fromkeys(BY_ROW))
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(45)
 def test_emulated_kernels(rng, out, sizes, m, n, k, tile, by_row, how):
     groups = len(sizes)
     # One block of k: scales of columns are adjacent.

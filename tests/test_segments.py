@@ -323,6 +323,7 @@ def test_vmap_over_nothing(axes):
 
 @pytest.mark.parametrize("mode", [None, "clip", "wrap", "fill"])
 @pytest.mark.parametrize("shape", [(13,), (3, 4)])
+@pytest.mark.one_in(6)
 def test_take(rng, mode, shape):
     table = random(rng, (9, 4), np.float32)
     ids = rng.integers(-12, 14, shape)
@@ -442,7 +443,7 @@ def _named(module, name):
 )
 @pytest.mark.parametrize("name", ["sum", "take", "gradient of sum"])
 @pytest.mark.parametrize("axis_name", [None, "d"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_devices_share_batches(rng, specs, name, axis_name):
     mesh = mesh_of(MESH_TYPES["auto"])
     x, ids = whole(rng, 8, 32, 8), rng.integers(0, 32, (8, 32)).astype(np.int32)
@@ -568,6 +569,7 @@ def test_errors(rng):
         (np.ones((3, 0)), np.array([0, 2, 0])),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_jax_broadcasts_and_types_without_kernels(reduction, data, ids):
     ours, theirs = (
         getattr(module, f"segment_{reduction}")(data, ids, 3) for module in (jtk, jax.ops)
@@ -603,6 +605,7 @@ def test_sizes_beyond_int32():
 
 @pytest.mark.parametrize("mode", [None, "wrap", "clip", "fill"])
 @pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.complex64, ml_dtypes.int4])
+@pytest.mark.one_in(3)
 def test_take_of_any_type(mode, dtype):
     table = np.array([[1, 0], [0, 1], [1, 1]]).astype(dtype)
     booleans = [] if mode == "clip" else [np.array([True, False])]

@@ -97,6 +97,7 @@ def bytes_of(function, mesh, args):
     ("a", "b"),
     [(P(("d", "m")), P("m")), (P("m"), P(("d", "m"))), (P("d"), P("m")), (P("m"), P("m", "d"))],
 )
+@pytest.mark.one_in(2)
 def test_systems_send_no_more_than_jaxs(a, b):
     """Matrices and right-hand sides that different axes split along the batch or the rows."""
     mesh = mesh_of((AUTO, AUTO))
@@ -119,6 +120,7 @@ def test_systems_send_no_more_than_jaxs(a, b):
         (P("d", "m"), P("d", "m")),
     ],
 )
+@pytest.mark.one_in(4)
 def test_a_large_system_sends_no_more_than_jaxs(a, b):
     """One matrix, of a size that a GPU factors in blocks, split along its rows or columns."""
     mesh = mesh_of((AUTO, AUTO))
@@ -134,6 +136,7 @@ def test_a_large_system_sends_no_more_than_jaxs(a, b):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.one_in(2)
 def test_gated_units_send_no_more_than_two_products(scheme):
     x, up, _ = SCHEMES[scheme]
     mesh = mesh_of((AUTO, AUTO))

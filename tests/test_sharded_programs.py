@@ -164,7 +164,7 @@ def ragged(module, sizes, spec):
 
 @pytest.mark.parametrize("transform", ["forward", "gradient", "vmap of gradient", "second order"])
 @pytest.mark.parametrize("scheme", RAGGED)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_groups(rng, scheme, transform):
     mesh = mesh_of((AUTO, AUTO))
     x_spec, w_spec, _ = RAGGED[scheme]
@@ -224,7 +224,7 @@ def test_a_gradient_of_groups_sends_rows_or_matrices(rng, rows, groups, kind):
 
 @pytest.mark.parametrize("types", [x for x in MESH_TYPES.values() if EXPLICIT in x], ids=str)
 @pytest.mark.parametrize("scheme", RAGGED)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_groups_on_explicit_meshes(rng, scheme, types):
     mesh = mesh_of(types)
     x_spec, w_spec, out = RAGGED[scheme]

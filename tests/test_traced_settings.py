@@ -423,6 +423,7 @@ SAVING = jax.checkpoint_policies.dots_saveable
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.one_in(2)
 def test_derivatives(name):
     function, x = FUNCTIONS[name]
     left_to_xla = jtk.policy("xla")(function)
