@@ -19,6 +19,7 @@ from jax_tilekern.plans.contraction import (
 )
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import SCALES_OF_COPY, Scales
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.operation import Operand
 
@@ -78,27 +79,39 @@ def strided_product(
         dict(zip(labels, strides, strict=True))
         for labels, strides in zip((c.lhs, c.rhs), of_scales, strict=True)
     )
-    sizes = dict(zip((*c.lhs, *c.rhs), (*shapes[0], *shapes[1]), strict=True))
+    sizes: dict[int, int] = {}
+    for labels, shape in zip(c.operands, shapes, strict=True):
+        sizes |= zip(labels, shape, strict=True)
+    bounds = row_major_strides(c.bounds, sizes)
+    if c.group is not None:
+        # Bounds are one more than groups.
+        sizes[c.group] -= 1
     lhs, rhs, out, *others = (
         row_major_strides(labels, sizes) for labels in (c.lhs, c.rhs, c.out, *extra)
     )
 
     def dimension(x: int) -> Dimension:
-        strides = (y.get(x, 0) for y in (of_lhs, of_rhs, *others))
-        return Dimension(sizes[x], lhs.get(x, 0), rhs.get(x, 0), out[x], 0, tuple(strides))
+        strides = tuple(y.get(x, 0) for y in (of_lhs, of_rhs, *others))
+        of_out, of_bounds = out.get(x, 0), bounds.get(x, 0)
+        return Dimension(sizes[x], lhs.get(x, 0), rhs.get(x, 0), of_out, of_bounds, strides)
 
     batch = merged(map(dimension, c.out[:-2]))
     m, n, k = (sizes[x] for x in (c.lhs[-2], c.rhs[-2], c.lhs[-1]))
     rows = [x.get(c.out[-2], 0) for x in others]
     left, right = scales
-    while batch and _are_rows(batch[-1], m, n, k, left, rows):
+    while c.group is None and batch and _are_rows(batch[-1], m, n, k, left, rows):
         m *= batch.pop().size
+    of_bounds = tuple(x.bounds for x in batch)
+    if c.group is not None:
+        batch.append(dimension(c.group))
     geometry = MatmulGeometry(
         tuple(x.size for x in batch), m, n, k,
         lhs_strides=(*(x.lhs for x in batch), k, 1),
         rhs_strides=(*(x.rhs for x in batch), 1, k),
         out_strides=(*(x.out for x in batch), n, 1),
     )  # fmt: skip
+    if c.group is not None:
+        geometry = GroupedGeometry.of(geometry, "m", of_bounds)
     left, right = (
         dataclasses.replace(x, batch_strides=tuple(dim.extra[i] for dim in batch))
         for i, x in enumerate((left, right))
