@@ -111,74 +111,44 @@ def blocks_of_first(x, *_, **__):
     return blocks(x.size)
 
 
-def multiply_add(**changes):
-    settings = {
-        "name": lambda x, y, a: f"multiply_add<{jtk.cxx_type(x.dtype)}>",
-        "out": lambda x, y, a: x,
+def maker(source, **settings):
+    """Return a function that makes the kernel of a source, of settings and of changes of them.
+
+    Without others a block has 128 elements of the first input, and the output is like that input.
+    """
+    plain = {
+        "out": lambda x, *_, **__: x,
         "grid": blocks_of_first,
         "block": 128,
-        "scalars": lambda x, y, a: (x.dtype.type(a), np.int64(x.size)),
-        "reference": lambda x, y, a: x * x.dtype.type(a) + y,
+        "scalars": size_of_first,
     }
-    return jtk.cuda_kernel(ELEMENTWISE, **{**settings, **changes})
+    return lambda **changes: jtk.cuda_kernel(source, **{**plain, **settings, **changes})
+
+
+multiply_add = maker(
+    ELEMENTWISE,
+    name=lambda x, y, a: f"multiply_add<{jtk.cxx_type(x.dtype)}>",
+    scalars=lambda x, y, a: (x.dtype.type(a), np.int64(x.size)),
+    reference=lambda x, y, a: x * x.dtype.type(a) + y,
+)
+twice = maker(TWICE, reference=lambda x: 2 * x)
+difference = maker(DIFFERENCE, reference=lambda x, y: 2 * x - y)
+squares = maker(
+    SQUARES,
+    out=lambda x: (x, struct(x.shape, np.int32)),
+    reference=lambda x: (x * x, (x < 0).astype(np.int32)),
+)
+count_up = maker(COUNT_UP, aliases={0: 0}, reference=lambda x: x + 1)
 
 
 def scale_columns(batch_axis=None, **changes):
-    settings = {
-        "out": lambda x, y: x,
-        "grid": blocks_of_first,
-        "block": 128,
-        "scalars": lambda x, y: (np.int32(x.shape[0]), np.int32(x.shape[1])),
-        "reference": lambda x, y: x * y,
-        "batch_axis": batch_axis,
-    }
-    source = BATCHED_COLUMNS if batch_axis else COLUMNS
-    return jtk.cuda_kernel(source, **{**settings, **changes})
-
-
-def twice(**changes):
-    settings = {
-        "out": lambda x: x,
-        "grid": blocks_of_first,
-        "block": 128,
-        "scalars": size_of_first,
-        "reference": lambda x: 2 * x,
-    }
-    return jtk.cuda_kernel(TWICE, **{**settings, **changes})
-
-
-def difference(**changes):
-    settings = {
-        "out": lambda x, y: x,
-        "grid": blocks_of_first,
-        "block": 128,
-        "scalars": size_of_first,
-        "reference": lambda x, y: 2 * x - y,
-    }
-    return jtk.cuda_kernel(DIFFERENCE, **{**settings, **changes})
-
-
-def squares(**changes):
-    settings = {
-        "out": lambda x: (x, struct(x.shape, np.int32)),
-        "grid": blocks_of_first,
-        "block": 128,
-        "scalars": size_of_first,
-        "reference": lambda x: (x * x, (x < 0).astype(np.int32)),
-    }
-    return jtk.cuda_kernel(SQUARES, **{**settings, **changes})
-
-
-def count_up(**changes):
-    settings = {
-        "out": lambda x: x,
-        "grid": blocks_of_first,
-        "block": 128,
-        "scalars": size_of_first,
-        "aliases": {0: 0},
-        "reference": lambda x: x + 1,
-    }
-    return jtk.cuda_kernel(COUNT_UP, **{**settings, **changes})
+    make = maker(
+        BATCHED_COLUMNS if batch_axis else COLUMNS,
+        scalars=lambda x, y: (np.int32(x.shape[0]), np.int32(x.shape[1])),
+        reference=lambda x, y: x * y,
+        batch_axis=batch_axis,
+    )
+    return make(**changes)
 
 
 def product():
