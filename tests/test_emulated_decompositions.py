@@ -75,7 +75,7 @@ def check(found, a, *bases):
         (33, 33, False, np.float64),
     ],
 )  # fmt: skip
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(60)
 def test_svd_and_qr(rng, m, n, full, dtype):
     k = min(m, n)
     a = matrices(rng, m, n, dtype)
@@ -136,7 +136,7 @@ def test_eigh(rng, n, flags, dtype):
 
 @with_compiler
 @pytest.mark.parametrize("n", [3, 5])
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 def test_memory_under_sanitizers(rng, n):
     a = matrices(rng, n + 1, n, np.float32)
     run(

@@ -143,7 +143,7 @@ def test_values_and_gradients(name):
 
 
 @pytest.mark.parametrize("precision", ["default", "highest"])
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 def test_complex_products(precision):
     generator = np.random.default_rng(3)
     a, b, weights = (

@@ -61,7 +61,7 @@ def general(rng, kind, rows):
         (F64, H100, 512, 0, "signs"),
     ],
 )
-@pytest.mark.one_in(5)
+@pytest.mark.thorough
 def test_blocked_lu(rng, dtype, gpu, rows, columns, kind):
     a = general(rng, kind, rows).astype(dtype)
     if columns == 0:
@@ -111,7 +111,7 @@ def factors(rng, rows, symmetrize, kind):
 @pytest.mark.parametrize("rows", [64, 300, 401, 130])
 @pytest.mark.parametrize("symmetrize", [0, 1])
 @pytest.mark.parametrize("kind", ["normal", "graded"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(16)
 def test_blocked_cholesky(rng, rows, symmetrize, kind):
     for a, x in zip(*factors(rng, rows, symmetrize, kind), strict=True):
         assert relative_error(x, x.T, a) <= rows * np.finfo(F32).eps / 2
@@ -268,7 +268,7 @@ def test_index_sort(rng, rows, segments):
         ("random", 1, 1, 1, 1),
     ],
 )
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(21)
 def test_reductions_of_sorted_edges(rng, kind, edges, segments, batches, columns, ordered):
     ids, keys = ids_of(rng, kind, edges, segments, batches)
     rows = random_rows(rng, edges, columns)
@@ -310,7 +310,7 @@ def test_orders_and_bounds_that_are_none_access_nothing_out_of_bounds(rng, colum
 
 @pytest.mark.parametrize("way", ["few", "scanned"])
 @pytest.mark.parametrize(("edges", "segments", "columns"), [(3000, 5, 6), (700, 1, 1), (1, 8, 4)])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_reductions_of_few_segments_or_edges(rng, way, edges, segments, columns):
     rows, problem = random_rows(rng, edges, columns), reduction_of(edges, segments, columns)
     kernel = FewSegments(problem, 128, SMALL_H100) if way == "few" else ScannedSegments(problem)
@@ -323,6 +323,7 @@ def test_reductions_of_few_segments_or_edges(rng, way, edges, segments, columns)
         np.testing.assert_array_equal(out, sums_of(ids, segments, rows))
 
 
+@pytest.mark.thorough
 def test_generated_maps(rng):
     """Products of rows of 8 columns that edges gather and a number of each edge."""
     edges, segments, columns, count = 3000, 40, 8, 50
@@ -349,7 +350,7 @@ def test_generated_maps(rng):
     ("dtype", "rows", "columns", "k"),
     [(INT32, 9, 100, 7), (F32, 5, 128, 64), (F32, 1, 1, 1), (np.dtype(np.int16), 3, 1000, 20)],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_top_k(rng, dtype, rows, columns, k):
     # Few values, so that many are equal.
     x = rng.integers(-20, 20, (rows, columns)).astype(dtype)

@@ -29,7 +29,7 @@ def test_kernels_compute_the_product(types, sizes, rng):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("sizes", SIZES_ACROSS_K, ids=str)
 @pytest.mark.parametrize("types", PACKED, ids=str)
-@pytest.mark.one_in(39)
+@pytest.mark.thorough
 def test_kernels_pack_elements_across_k(types, sizes, rng):
     _check_product(types, sizes, rng, ACROSS_K)
 

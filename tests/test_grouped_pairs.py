@@ -101,7 +101,7 @@ def cases(keys):
 
 @needs_emulator
 @pytest.mark.parametrize(("key", "bounds", "k_major", "arithmetic"), cases(PAIR_KEYS))
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(20)
 def test_a_function_of_two_products(key, bounds, k_major, arithmetic):
     product = pair(arithmetic, rhs_k_major=k_major)
     dtype, limits = product.lhs_dtype, BOUNDS[bounds]
@@ -198,7 +198,7 @@ def test_values_derivatives_and_batches(rng, x64):
 @needs_emulator
 @pytest.mark.parametrize("case", ["some", "one expert", "dropped", "one token"])
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.one_in(8)
+@pytest.mark.thorough
 def test_a_layer_of_experts(case, biases):
     """A layer that is not differentiated has one kernel for both first products."""
     tokens, features, hidden, experts, chosen = 90, 64, 72, 4, 2
