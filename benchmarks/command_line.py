@@ -31,13 +31,11 @@ from benchmarks import (
 )
 from benchmarks.errors import BenchmarkError
 from benchmarks.measure import measure
-from benchmarks.rows import OPERATIONS, OURS, jitted
+from benchmarks.rows import OPERATIONS
 from benchmarks.samples import draw_sample
 from benchmarks.suites import load_suite, suite_names
 from jax_tilekern.cli.console import output_file
-from jax_tilekern.cli.product_call import ProductCall, ProductCallError
 from jax_tilekern.cli.run_command import Command, run_command
-from jax_tilekern.cli.tune import add_tuning_arguments, tune_calls
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound
 from jax_tilekern.plans.gpu import NoGpu
 
@@ -94,27 +92,6 @@ def _part(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-class _Tune:
-    """The command that tunes the products of a suite."""
-
-    HELP = "tune the products of a suite"
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--suite", metavar="NAME", default="matmul-h100", help="which rows")
-        parser.add_argument("--rows", metavar="PATTERN", help="rows whose name, or group, matches")
-        add_tuning_arguments(parser)
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return its exit status: 1 if a product failed."""
-        suite = load_suite("matmul", arguments.suite)
-        rows = (suite.matching(arguments.rows) if arguments.rows else suite).rows
-        try:
-            calls = [ProductCall(row.name, jitted(row, OURS), row.structs) for row in rows]
-            return tune_calls(calls, arguments)
-        except ProductCallError as error:
-            raise BenchmarkError(str(error)) from error
-
-
 class _Tables:
     """The command that writes tables and figures; it takes pandas and matplotlib."""
 
@@ -145,7 +122,6 @@ _COMMANDS: dict[str, Command] = {
     "sharded_bytes": sharded_bytes,
     "latency": latency,
     "ladder": ladder,
-    "tune": _Tune(),
     "regret": regret,
     "fit_policy": fit_policy,
     "report": report,

@@ -37,8 +37,14 @@ from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.policy import choose, policy
 from jax_tilekern.plans.tuned import XLA
-from jax_tilekern.tuning.product_timing import ArrayProduct, faults, plan_of, tolerance_of
-from jax_tilekern.tuning.random_operands import beyond_cache
+from jax_tilekern.tuning.product_timing import (
+    ArrayProduct,
+    differences,
+    faults,
+    plan_of,
+    tolerance_of,
+)
+from jax_tilekern.tuning.random_operands import beyond_cache, random_array
 from jax_tilekern.tuning.tuner import products_of
 
 HELP = "time XLA's kernel and the library's candidates for random products"
@@ -158,7 +164,12 @@ class _Timed:
     def _compile_check(self) -> None:
         with self.row.types_enabled():
             problem = self.problem
-            problem.compile_ahead()
+            key = jax.random.key(0, impl="unsafe_rbg")
+            # What operands and checks run besides the sides.
+            for array in (problem.lhs, problem.rhs):
+                random_array.lower(key, array.shape, array.dtype).compile()
+            out = jax.ShapeDtypeStruct(problem.out.shape, problem.out.dtype)
+            differences.lower(out, out).compile()
             by_xla = jax.jit(problem.by_xla).lower(*problem.structs)
             self.by_xla = by_xla.compile(compiler_options=_UNTUNED)
 

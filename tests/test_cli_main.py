@@ -50,7 +50,7 @@ def test_help_names_the_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(command in out for command in ("demo", "doctor", "tune", "explain", "cache"))
+    assert all(command in out for command in ("demo", "doctor", "explain", "cache"))
 
 
 def test_version(capsys):

@@ -14,7 +14,7 @@ from sharded import AUTO, devices, mesh_of, put
 
 import jax_tilekern as jtk
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.tuned import TunedChoice, TunedChoices, recorded_products
+from jax_tilekern.plans.tuned import TunedChoices, recorded_products
 from jax_tilekern.tuning import product_timing, random_operands
 from jax_tilekern.tuning import tuner as tuning
 
@@ -58,7 +58,7 @@ def times(source=SOURCE, **settings):
 
 @pytest.fixture
 def store(tmp_path):
-    with tuning.using(TunedChoices(tmp_path)) as choices, jtk.gpu_target("sm_90"):
+    with tuning.using(TunedChoices(tmp_path / "tuned.json")) as choices, jtk.gpu_target("sm_90"):
         yield choices
 
 
@@ -70,8 +70,7 @@ def explained(function, *args):
 def choose(store, function, *args, winner="block=128, items=2"):
     """Store a choice for every call of a kernel in a function."""
     for call in tuning.problems_of(function, *args):
-        times = {winner: 1.0}
-        store.put(call, H100, TunedChoice(winner, winner, times, "", call.digest))
+        store.put(call, H100, winner)
 
 
 def test_a_choice_is_followed(store):
@@ -118,7 +117,7 @@ def test_rules_do_not_get_what_is_tuned():
 def test_a_choice_that_is_no_candidate_any_more(store):
     kernel, _ = times()
     choose(store, lambda x: kernel(x, a=2), X, winner="block=7, items=7")
-    with pytest.warns(RuntimeWarning, match="block=7, items=7 is no candidate any more; tune it"):
+    with pytest.warns(RuntimeWarning, match="block=7, items=7 is no candidate; tune it"):
         assert explained(lambda x: kernel(x, a=2), X)[0] == "times<1>"
 
 
@@ -132,7 +131,7 @@ def test_out_does_not_depend_on_it(store):
 def test_calls_are_measured(store, monkeypatch):
     """On a CPU the reference computes every choice; the launch of one is refused."""
     monkeypatch.setattr(random_operands, "_MOST_COPIES", 2)
-    monkeypatch.setattr(product_timing, "_MOST_CALLS", 2)
+    monkeypatch.setattr(product_timing, "timed", lambda sides, _: dict.fromkeys(sides, 1.0))
     kernel, _ = times(tune={"block": (64, 2048), "items": (1, 2)})
 
     def step(x):
@@ -141,16 +140,13 @@ def test_calls_are_measured(store, monkeypatch):
     problems = tuning.problems_of(step, jnp.ones((8, 8)))
     calls = [x for x in problems if not isinstance(x, tuning.Product)]
     assert len(calls) == 2
-    rows = list(tuning.tune_products(calls, H100, seconds=0.01))
-    for row in rows:
-        assert set(row.choice.microseconds) == {"xla", "block=64, items=1", "block=64, items=2"}
-        assert row.choice.winner != "xla"
-        assert row.choice.model == "block=64, items=1"
+    for call in calls:
+        row = tuning.tuned(call, H100)
+        assert set(row.microseconds) == {"xla", "block=64, items=1", "block=64, items=2"}
+        assert row.winner == store.find(call, H100) == "block=64, items=1"
         assert re.search("2048", row.failures["block=2048, items=1"])
-    assert [row.known for row in tuning.tune_products(calls, H100)] == [True, True]
-    assert "cuda_kernel times(float32[8,8], a=2)" in str(tuning.Tuning(rows))
-    (row,) = tuning.tune_products(calls[:1], H100, seconds=0.01, force=True, operands=[np.eye(8)])
-    assert row.choice is not None
+        assert row.name.startswith("cuda_kernel times(float32[8")
+    assert tuning.tuned(calls[0], H100, operands=[np.eye(8)]).winner is not None
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")
@@ -183,8 +179,8 @@ def test_what_is_refused(tune, error, message):
 def test_tuning_on_a_gpu(tmp_path):
     kernel, _ = times()
     x = jnp.arange(100_000.0)
-    with tuning.using(TunedChoices(tmp_path)):
+    with tuning.using(TunedChoices(tmp_path / "tuned.json")):
         (row,) = jtk.tune(kernel, x, a=2, seconds=0.1)
-        assert set(row.choice.microseconds) >= {"xla", "block=64, items=1", "block=128, items=2"}
+        assert set(row.microseconds) >= {"xla", "block=64, items=1", "block=128, items=2"}
         assert not row.failures
         np.testing.assert_array_equal(jax.jit(lambda x: kernel(x, a=2))(x), 2 * x)

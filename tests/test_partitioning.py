@@ -219,15 +219,14 @@ def test_objects_without_text_stand_for_themselves_in_this_process():
 def test_tuned_choices_are_part_of_the_text():
     """So that no program is found that was made with others."""
     from jax_tilekern.partitioning.call import _operations, _text
-    from jax_tilekern.plans.tuned import TunedChoice, TunedChoices, using
+    from jax_tilekern.plans.tuned import TunedChoices, using
 
     operation = _operations["tilekern_contract"]
     texts = []
     with jtk.gpu_target("sm_90") as gpu:
         for winner in ("a", "b"):
             choices = TunedChoices(None)
-            choice = TunedChoice(winner, "a", {"a": 1.0, "b": 2.0}, "", "")
-            choices.add(gpu.name, {"product": choice})
+            choices._winners = {gpu.name: {"product": winner}}
             with using(choices):
                 texts.append(_text(operation, "cuda", {}))
     assert texts[0] != texts[1]

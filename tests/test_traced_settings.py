@@ -19,8 +19,7 @@ from sharded import AUTO, devices
 import jax_tilekern as jtk
 from jax_tilekern import scope, tuning
 from jax_tilekern.interop.gpu_target import gpu_target
-from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.tuned import XLA, TunedChoice, TunedChoices
+from jax_tilekern.plans.tuned import XLA, TunedChoices
 
 X = jnp.ones((64, 64))
 SHARDED = pytest.mark.skipif(devices() is None, reason="needs 8 devices of a CPU")
@@ -36,7 +35,7 @@ class _LeftToXla(TunedChoices):
         return "left to XLA"
 
     def find(self, what, gpu):
-        return TunedChoice(XLA, XLA, {XLA: 1.0}, method="", digest="")
+        return XLA
 
 
 LEFT_TO_XLA = _LeftToXla()
@@ -305,7 +304,7 @@ def test_settings_of_an_evaluated_jaxpr(no_settings):
 
 def test_a_file_of_choices_has_one_key(tmp_path):
     file, traces = tmp_path / "choices.json", []
-    tuning.export(file, known_gpu("H100"))
+    file.write_text('{"schema": 2, "choices": {}}')
 
     @jax.jit
     def function(x):

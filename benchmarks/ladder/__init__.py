@@ -28,11 +28,11 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.measure import bandwidths
 from benchmarks.record import Record
 from benchmarks.report import table
+from benchmarks.timing import times_of_sides
 from jax_tilekern.cli.console import duration, output_file, rate
 from jax_tilekern.compilation.nvrtc import CompileError, nvrtc
 from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.tuning.product_timing import timed
 from jax_tilekern.tuning.random_operands import Operands, beyond_cache, random_array
 from jax_tilekern.tuning.wall_time import ready, wall_seconds
 
@@ -370,9 +370,9 @@ def _time(problem: Problem, rows: Mapping[str, Record], seconds: float) -> None:
                 wall_seconds(to_end) for _ in range(_HOST_RUNS)
             )
     if on_device:
-        found = timed(on_device, {}, seconds)
-        for name, microseconds in found.microseconds.items():
-            rows[name] |= {"seconds": microseconds * 1e-6, "method": found.method}
+        found = times_of_sides(on_device, seconds)
+        for name, median in found.medians().items():
+            rows[name] |= {"seconds": median, "method": found.method}
 
 
 def _next(run: Function, rotation: Iterator[Operands]) -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax_tilekern.cli import cache, demo, doctor, explain, tune
+from jax_tilekern.cli import cache, demo, doctor, explain
 from jax_tilekern.cli.run_command import Command, run_command
 
 _COMMANDS: dict[str, Command] = {
     "demo": demo,
     "doctor": doctor,
-    "tune": tune,
     "explain": explain,
     "cache": cache,
 }

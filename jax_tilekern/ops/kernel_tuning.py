@@ -73,14 +73,14 @@ def chosen(call: TunableCall, gpu: Gpu) -> tuple[Parameters, str]:
     """Return the parameters that a call takes on a GPU, and what to say about them."""
     candidates = call.candidates()
     default = next(iter(candidates))
-    choice = current_choices().find(call, gpu)
-    if choice is None or choice.winner == XLA:
+    winner = current_choices().find(call, gpu)
+    if winner is None or winner == XLA:
         return candidates[default], f"; {default}, not tuned"
-    if choice.winner in candidates:
-        return candidates[choice.winner], f"; {choice.winner}, tuned"
+    if winner in candidates:
+        return candidates[winner], f"; {winner}, tuned"
     warnings.warn(
-        f"jax_tilekern ignores what tuning found for {call}: {choice.winner} is no candidate any "
-        "more; tune it again",
+        f"jax_tilekern ignores what tuning found for {call}: {winner} is no candidate; tune it "
+        "again",
         RuntimeWarning,
         stacklevel=2,
     )

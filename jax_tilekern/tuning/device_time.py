@@ -83,19 +83,8 @@ def run_blocks(
 ) -> list[CallBlock]:
     """Run blocks of calls under the profiler; return them in order.
 
-    Parameters
-    ----------
-    sides
-        Functions that make one call each; compiled and warm.
-    calls
-        Number of calls in a block of each side.
-    order
-        The sides of the blocks.
-
-    Raises
-    ------
-    Unattributed
-        As :func:`activities_of_blocks`.
+    A side makes one call, and is compiled and warm. ``calls`` are those of a block of each side,
+    and ``order`` has the sides of the blocks. Errors are those of :func:`activities_of_blocks`.
     """
     delay = _delay()
     # On the device already, since a copy would be an activity.

@@ -27,7 +27,7 @@ from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.tuned import XLA
-from jax_tilekern.tuning.device_time import run_blocks
+from jax_tilekern.tuning.device_time import Unattributed, run_blocks
 from jax_tilekern.tuning.random_operands import Operands, beyond_cache, random_array
 from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
 
@@ -37,21 +37,13 @@ _MOST_CALLS = 50
 
 
 class Measured(NamedTuple):
-    """Times of the ways to compute one product or call.
+    """Times of the ways to compute one product or call, and why the others have none.
 
-    Attributes
-    ----------
-    microseconds
-        By key; XLA's own product, or the reference of a kernel, has :data:`XLA`.
-    failures
-        Why the others have no time: they could not be planned, failed, or were wrong.
-    method
-        How the times were measured.
+    XLA's own product, or the reference of a kernel, has the key :data:`XLA`.
     """
 
     microseconds: Mapping[str, float]
     failures: Mapping[str, str]
-    method: str
 
 
 # Executes a given plan for a product.
@@ -122,13 +114,7 @@ class ArrayProduct:
 
     @classmethod
     def of(cls, product: Product) -> ArrayProduct:
-        """Return the product over row-major arrays without gaps.
-
-        Raises
-        ------
-        ValueError
-            If an array of the product has gaps.
-        """
+        """Return the product over row-major arrays; ValueError if one has gaps."""
         geometry = product.geometry
         *batch, m, n, k = range(len(geometry.batch) + 3)
         lhs, rhs, out = (
@@ -165,13 +151,6 @@ class ArrayProduct:
         """Return random operands."""
         return self.lhs.random(2 * seed), self.rhs.random(2 * seed + 1)
 
-    def compile_ahead(self) -> None:
-        """Compile what :meth:`operands` and :func:`faults` run besides the sides."""
-        for array in (self.lhs, self.rhs):
-            random_array.lower(_key(0), array.shape, array.dtype).compile()
-        out = jax.ShapeDtypeStruct(self.out.shape, self.out.dtype)
-        differences.lower(out, out).compile()
-
 
 def _key(seed: int) -> Array:
     # This generator of JAX compiles fastest.
@@ -207,24 +186,7 @@ def tolerance_of(product: Product) -> float:
 
 
 def measure(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: float) -> Measured:
-    """Measure candidates for a product, and XLA's own, side by side.
-
-    Parameters
-    ----------
-    product
-        The product; its operands are random.
-    found
-        The candidates. One whose result is not XLA's is not measured.
-    gpu
-        The GPU of this machine.
-    seconds
-        Time to spend on timing.
-
-    Raises
-    ------
-    RuntimeError
-        If the device no longer responds.
-    """
+    """Measure candidates for a product, and XLA's own, side by side on random operands."""
     with jax.enable_x64(any(dtype.itemsize == 8 for dtype in product.dtypes)):
         problem = ArrayProduct.of(product)
         sides: dict[str, Side] = {XLA: problem.by_xla}
@@ -237,8 +199,8 @@ def measure(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: flo
                     failures[candidate.key] = plan
                 else:
                     sides[candidate.key] = functools.partial(problem.by_plan, plan)
-        tolerance = tolerance_of(product)
-        return _side_by_side(sides, failures, problem.operands, tolerance, gpu, seconds)
+        measured = _side_by_side(sides, problem.operands, tolerance_of(product), gpu, seconds)
+    return measured._replace(failures={**failures, **measured.failures})
 
 
 def measure_call(
@@ -246,8 +208,7 @@ def measure_call(
 ) -> Measured:
     """Measure a call of a user's kernel with each choice, and its reference, side by side.
 
-    Parameters are those of :func:`measure`, but for the operands: by default random floats, and
-    integers that are 0, since they may be indices.
+    By default operands are random floats, and integers that are 0, since they may be indices.
     """
 
     def operands_of(seed: int) -> Operands:
@@ -262,12 +223,11 @@ def measure_call(
     with jax.enable_x64(call.use.parameters.modes.x64):
         meant = {} if call.reference is None else {XLA: call.reference}
         sides = meant | call.sides()
-        return _side_by_side(sides, {}, operands_of, _TOLERANCE_OF_CALLS, gpu, seconds)
+        return _side_by_side(sides, operands_of, _TOLERANCE_OF_CALLS, gpu, seconds)
 
 
 def _side_by_side(
     sides: Mapping[str, Side],
-    failures: Mapping[str, str],
     operands_of: Callable[[int], Operands],
     tolerance: float,
     gpu: Gpu,
@@ -275,27 +235,17 @@ def _side_by_side(
 ) -> Measured:
     """Time those of the sides that are right."""
     sides = {key: jax.jit(side) for key, side in sides.items()}
-    try:
-        operands = operands_of(0)
-        failures = {**failures, **faults(sides, operands, tolerance)}
-        # All sides share one rotation; otherwise a side would find the operands of the preceding
-        # one in L2.
-        rotation = itertools.cycle(beyond_cache(operands, operands_of, gpu.l2_bytes))
-        calls = {
-            key: lambda side=side: side(*next(rotation))
-            for key, side in sides.items()
-            if key not in failures
-        }
-        return timed(calls, failures, seconds)
-    # The operands may exceed the memory; the next product may be smaller.
-    except RuntimeError as error:
-        _require_device()
-        return Measured({}, {"measuring": f"failed: {error}"}, "nothing")
-
-
-def _require_device() -> None:
-    """Raise RuntimeError if the device does not compute, as after a fault in a kernel."""
-    ready(jnp.zeros(8) + 1)
+    operands = operands_of(0)
+    failures = faults(sides, operands, tolerance)
+    # All sides share one rotation; otherwise a side would find the operands of the preceding one
+    # in L2.
+    rotation = itertools.cycle(beyond_cache(operands, operands_of, gpu.l2_bytes))
+    calls = {
+        key: lambda side=side: side(*next(rotation))
+        for key, side in sides.items()
+        if key not in failures
+    }
+    return Measured(timed(calls, seconds) if calls else {}, failures)
 
 
 def plan_of(candidate: Candidate, gpu: Gpu) -> LaunchPlan | str:
@@ -319,7 +269,6 @@ def faults(sides: Mapping[str, Side], operands: Operands, tolerance: float) -> d
         # One side's lack of memory or bug must not keep the others from being measured.
         except (RuntimeError, ValueError, TypeError) as error:
             wrong = f"failed: {error}"
-            _require_device()
         if wrong:
             found[key] = wrong
     return found
@@ -350,46 +299,31 @@ def differences(result: Array, expected: Array) -> tuple[Array, Array]:
     return jnp.sqrt(jnp.mean(jnp.square(difference))) / norm, jnp.max(difference) / norm
 
 
-def timed(
-    sides: Mapping[str, Callable[[], Any]], failures: Mapping[str, str], seconds: float
-) -> Measured:
-    """Time interleaved calls, by the profiler's device time, or by wall time if that is ambiguous.
+def timed(sides: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """Return the median device time, in microseconds, of a call of each side.
 
-    Parameters
-    ----------
-    sides
-        Functions by key that make one call each; compiled and warm.
-    failures
-        Why others are not timed, for the result.
-    seconds
-        Time to spend.
+    The sides are compiled and warm. Unattributed is raised if the profile does not say which of
+    them the GPU worked for.
     """
-    if not sides:
-        return Measured({}, failures, "nothing")
     keys = list(sides)
     share = seconds / (_ROUNDS * len(keys))
     calls = {}
     for key, side in sides.items():
         one = wall_seconds(functools.partial(repeated, side, 4)) / 4
         calls[key] = min(_MOST_CALLS, max(1, int(share / one)))
-
-    def wall(key: str) -> float:
-        return wall_seconds(lambda: repeated(sides[key], calls[key])) / calls[key]
-
     # The first side of a round rotates. A round before the first warms up.
     firsts = [i % len(keys) for i in range(_ROUNDS)]
     order = [key for first in firsts for key in (*keys[first:], *keys[:first])]
     for key in keys:
-        wall(key)
+        ready(repeated(sides[key], calls[key]))
+    times: dict[str, list[float]] = {key: [] for key in keys}
     try:
-        found = run_blocks(sides, calls, order)
-        times = [block.device_seconds(calls[block.side]) for block in found]
-        method = "device time"
-    # The sides have run before, so an error is the profiler's.
-    except RuntimeError as error:
-        times, method = [wall(key) for key in order], f"wall time ({error})"
-    microseconds = {
-        key: 1e6 * statistics.median(t for k, t in zip(order, times, strict=True) if k == key)
-        for key in keys
-    }
-    return Measured(microseconds, failures, method)
+        blocks = run_blocks(sides, calls, order)
+    except Unattributed as error:
+        raise Unattributed(
+            f"JAX's profiler does not show the kernels of each candidate: {error}; end other "
+            "profilers of this GPU and tune again"
+        ) from error
+    for block in blocks:
+        times[block.side].append(1e6 * block.device_seconds(calls[block.side]))
+    return {key: statistics.median(found) for key, found in times.items()}

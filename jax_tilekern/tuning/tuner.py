@@ -1,23 +1,18 @@
 """Tuning: a product's kernels are measured once, and the fastest is chosen from then on.
 
-Files store the choices, and later plans follow them; see ``plans/tuned.py``. JAX
-caches functions that it has lowered already: they change with :func:`jax.clear_caches` or in the
-next process.
+A file stores the choices, and later plans follow them; see ``plans/tuned.py``. JAX caches functions
+that it has lowered already: they change with :func:`jax.clear_caches` or in the next process.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jax_tilekern.compilation.nvrtc import nvrtc
-from jax_tilekern.compilation.source_digests import source_digests
-from jax_tilekern.inspection.columns import columns
 from jax_tilekern.inspection.tracing import traced
 from jax_tilekern.ops.cuda_kernel import CudaKernel
 from jax_tilekern.ops.kernel_tuning import TunableCall
@@ -28,18 +23,15 @@ from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.tuned import (
     XLA,
-    TunedChoice,
     TunedChoices,
     current_choices,
-    export,
-    load,
     recorded_products,
     text_of,
     using,
 )
 from jax_tilekern.tuning.product_timing import Measured, measure, measure_call
 
-__all__ = ["TunedChoices", "TunedProduct", "Tuning", "export", "load", "tune", "using"]
+__all__ = ["TunedChoices", "TunedProduct", "tune", "using"]
 
 Problem = Product | TunableCall
 
@@ -66,76 +58,40 @@ def problems_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list
     return list({text_of(problem): problem for problem in reversed(recorded)}.values())[::-1]
 
 
-def short_name(product: Problem) -> str:
-    """Return a product in short, such as ``bf16 64x32x16 NT -> float32``; or a call."""
-    if isinstance(product, TunableCall):
-        return str(product)
-    geometry = product.geometry
-    sizes = "x".join(map(str, (*geometry.batch, geometry.m, geometry.n, geometry.k)))
-    lhs = "N" if geometry.lhs_strides[-1] == 1 else "T"
-    rhs = "N" if geometry.rhs_strides[-1] == 1 else "T"
-    return f"{product.arithmetic} {sizes} {lhs}{rhs} -> {product.out_dtype}"
-
-
 @dataclass(frozen=True)
 class TunedProduct:
     """The result of tuning one product, or one call of a user's kernel.
 
     Attributes
     ----------
-    product
-        The product or call.
-    choice
-        The measured choice, new or earlier; ``None`` if nothing ran.
+    name
+        The product with its sizes, types and strides, or the call.
+    winner
+        The key of what plans follow; ``"xla"`` is XLA's own product, and ``None`` if nothing ran.
+    microseconds
+        The median time of each candidate that was measured, by key.
     failures
-        Why candidates were not measured, by key.
-    known
-        Whether it had been tuned before.
+        Why the others were not measured, by key.
     """
 
-    product: Problem
-    choice: TunedChoice | None
+    name: str
+    winner: str | None
+    microseconds: Mapping[str, float]
     failures: Mapping[str, str]
-    known: bool = False
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the entries of a line of :class:`Tuning`."""
-        choice = self.choice
-        if choice is None:
-            return (str(self), "nothing ran", "", "", "", "")
-        tuned, model, xla = (
-            "-" if time is None else f"{time:.3g} us" if time < 1000 else f"{time / 1000:.3g} ms"
-            for time in map(choice.microseconds.get, (choice.winner, choice.model, XLA))
-        )
-        winner = f"{choice.winner} (known)" if self.known else choice.winner
-        return (str(self), winner, tuned, choice.model, model, xla)
 
     def __str__(self) -> str:
-        """Return the product in short."""
-        return short_name(self.product)
-
-
-class Tuning(tuple[TunedProduct, ...]):
-    """The results of tuning the products of a function; prints as a table."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        """Return one line per product."""
-        if not self:
-            return "no product has a kernel"
-        headings = ("product", "winner", "tuned", "model's choice", "its time", "XLA")
-        return columns([headings, *(row.cells() for row in self)])
+        """Return the winner, the times in order, and the failures."""
+        in_order = sorted(self.microseconds.items(), key=lambda item: item[1])
+        lines = [f"{self.name}: {self.winner or 'nothing ran'}"]
+        lines += [f"    {key}: {time:.3g} us" for key, time in in_order]
+        lines += [f"    {key}: {why}" for key, why in self.failures.items()]
+        return "\n".join(lines)
 
 
 def tune(
-    function: Callable[..., Any],
-    *args: Any,
-    seconds: float = 1.0,
-    force: bool = False,
-    **kwargs: Any,
-) -> Tuning:
-    """Measure which kernel is the fastest for each of the library's products in ``function``.
+    function: Callable[..., Any], *args: Any, seconds: float = 1.0, **kwargs: Any
+) -> tuple[TunedProduct, ...]:
+    r"""Measure which kernel is the fastest for each of the library's products in ``function``.
 
     Calls of :func:`jax_tilekern.cuda_kernel` with parameters to ``tune`` are measured too, with all
     combinations of their values. Kernels are measured on random operands, not in the function,
@@ -153,14 +109,11 @@ def tune(
         Its arguments: arrays or ``jax.ShapeDtypeStruct``.
     seconds
         Time to measure each product, besides compilation.
-    force
-        Measure products again that were tuned with these kernels.
 
     Returns
     -------
-    Tuning
-        One :class:`TunedProduct` per product; ``print`` it for a table. Each is stored when it is
-        measured, even if the rest is interrupted.
+    tuple of TunedProduct
+        One for each product. A choice is stored when it is measured, even if the rest fails.
 
     Raises
     ------
@@ -168,20 +121,22 @@ def tune(
         If JAX has no GPU.
     NvrtcNotFound
         If there is no NVRTC to compile the kernels with.
+    RuntimeError
+        If JAX's profiler does not show which kernel the GPU worked for, or the device fails.
+    OSError, ValueError
+        If the file of choices cannot be written, or is another file.
 
     Examples
     --------
     >>> import jax.numpy as jnp
     >>> import jax_tilekern as jtk
     >>> x = jnp.ones((512, 512), jnp.bfloat16)
-    >>> print(jtk.tune(jtk.matmul, x, x))  # doctest: +SKIP
+    >>> print(*jtk.tune(jtk.matmul, x, x), sep="\n")  # doctest: +SKIP
     """
     gpu = gpu_to_measure()
     own = isinstance(function, CudaKernel) and all(hasattr(x, "nbytes") for x in args)
     problems = problems_of(function, *args, **kwargs)
-    return Tuning(
-        tune_products(problems, gpu, seconds=seconds, force=force, operands=args if own else None)
-    )
+    return tuple(tuned(x, gpu, seconds, operands=args if own else None) for x in problems)
 
 
 def gpu_to_measure() -> Gpu:
@@ -207,47 +162,26 @@ def gpu_to_measure() -> Gpu:
     return gpu
 
 
-def tune_products(
-    problems: Iterable[Problem],
-    gpu: Gpu,
-    *,
-    seconds: float = 1.0,
-    force: bool = False,
-    operands: Sequence[Any] | None = None,
-) -> Iterator[TunedProduct]:
-    """Tune products and calls one after the other; yield each when its result is stored.
+def tuned(
+    problem: Problem, gpu: Gpu, seconds: float = 1.0, operands: Sequence[Any] | None = None
+) -> TunedProduct:
+    """Measure a product or a call on this machine's GPU, store the choice and return it.
 
-    Parameters
-    ----------
-    problems
-        The products and calls.
-    gpu
-        The GPU of this machine.
-    seconds, force
-        As for :func:`tune`.
-    operands
-        Of calls; random by default.
+    ``operands`` are those of a call; random by default.
     """
-    choices = current_choices()
-    for problem in problems:
-        digest = problem.digest if isinstance(problem, TunableCall) else _digest()
-        choice = choices.find(problem, gpu)
-        if choice is not None and choice.digest == digest and not force:
-            yield TunedProduct(problem, choice, {}, known=True)
-            continue
-        if isinstance(problem, TunableCall):
-            model = next(iter(problem.candidates()))
-            measured = measure_call(problem, operands, gpu, seconds)
-        else:
-            found = candidates(problem, gpu)
-            # Every product of products_of() has one.
-            assert not isinstance(found, NoKernel)
-            model = found[0].key
-            measured = measure(problem, _worth_measuring(found), gpu, seconds)
-        choice = _chosen(measured, model, digest, xla=isinstance(problem, Product))
-        if choice is not None:
-            choices.put(problem, gpu, choice)
-        yield TunedProduct(problem, choice, measured.failures)
+    if isinstance(problem, TunableCall):
+        model = next(iter(problem.candidates()))
+        measured = measure_call(problem, operands, gpu, seconds)
+    else:
+        found = candidates(problem, gpu)
+        # Every product of products_of() has one.
+        assert not isinstance(found, NoKernel)
+        model = found[0].key
+        measured = measure(problem, _worth_measuring(found), gpu, seconds)
+    winner = _chosen(measured, model, xla=isinstance(problem, Product))
+    if winner is not None:
+        current_choices().put(problem, gpu, winner)
+    return TunedProduct(text_of(problem), winner, *measured)
 
 
 def _worth_measuring(found: Sequence[Candidate]) -> list[Candidate]:
@@ -259,23 +193,10 @@ def _worth_measuring(found: Sequence[Candidate]) -> list[Candidate]:
     return [*best, *(candidate for candidate in best_of_family.values() if candidate not in best)]
 
 
-def _chosen(measured: Measured, model: str, digest: str, *, xla: bool = True) -> TunedChoice | None:
-    times = measured.microseconds
-    of_kernels = [key for key in times if xla or key != XLA]
-    if not of_kernels:
+def _chosen(measured: Measured, model: str, *, xla: bool = True) -> str | None:
+    times = {key: time for key, time in measured.microseconds.items() if xla or key != XLA}
+    if not times:
         return None
-    in_order = sorted(of_kernels, key=lambda key: (key != model, key == XLA, times[key]))
-    good = _AS_GOOD * min(times[key] for key in of_kernels)
-    return TunedChoice(
-        winner=next(key for key in in_order if times[key] <= good),
-        model=model,
-        microseconds={key: round(times[key], 3) for key in sorted(times, key=times.__getitem__)},
-        method=measured.method,
-        digest=digest,
-    )
-
-
-@functools.cache
-def _digest() -> str:
-    digests = source_digests()
-    return hashlib.sha256(f"{digests['cuda']} {digests['plans']}".encode()).hexdigest()[:16]
+    in_order = sorted(times, key=lambda key: (key != model, key == XLA, times[key]))
+    good = _AS_GOOD * min(times.values())
+    return next(key for key in in_order if times[key] <= good)
