@@ -30,7 +30,7 @@ import jax_tilekern
 from benchmarks import record as records
 from benchmarks.record import Record
 from benchmarks.report import row_line
-from benchmarks.rows import OPERATIONS, OURS, Function, Row, in_float64, jitted
+from benchmarks.rows import DENSE, OPERATIONS, OURS, Function, Row, in_float64, jitted
 from benchmarks.suites import Suite
 from benchmarks.timing import (
     PROFILE_BYTES,
@@ -58,6 +58,8 @@ _FAST_ACCUMULATION = 2.0**-13
 _ROUGH = 0.05
 # The error is measured on this many indices of each of the result's dimensions, at most.
 _SAMPLED = 64
+# And that of grouped GEMMs on this many groups, besides the largest.
+_JUDGED_GROUPS = 3
 # A call of the CPU backend costs tens of microseconds; in calls this long that is a few percent.
 _LONG_CALL = 1e-3
 _LONGEST_CHAIN = 64
@@ -85,22 +87,41 @@ _finfo: Callable[[Any], Any] = jnp.finfo
 def errors(row: Row, operands: Operands, ours: Any, peer: Any) -> tuple[float, float, float]:
     """Return our error, the peer's, and the most by which elements of both differ.
 
-    Where the operation has a judge, that is the peer here, and results are compared as a whole.
+    For grouped GEMMs the peer is the dense product of each of some groups.
     """
-    judge = OPERATIONS[row.operation].judge
-    if judge is None:
-        with jax.enable_x64(True):
-            found = _sampled_errors(row, operands, ours, peer)
-            return float(found[0]), float(found[1]), float(found[2])
-    # The judge's speed is not worth XLA's autotuning.
-    peer = jitted(row, judge, xla_gpu_autotune_level=0)(*operands)
+    if row.split:
+        return _grouped_errors(row, operands, ours)
     with jax.enable_x64(True):
-        wide = [_wide(x) if x.ndim > 1 else x for x in operands]
-        exact = jitted(in_float64(row), judge, xla_gpu_autotune_level=0)(*wide)
-        leaves = zip(*map(jax.tree.leaves, (ours, peer, exact)), strict=True)
-        each = np.array([[float(x) for x in _whole_errors(*result)] for result in leaves])
-    of_ours, of_peer, deviation = each.max(0).tolist()
+        found = _sampled_errors(row, operands, ours, peer)
+        return float(found[0]), float(found[1]), float(found[2])
+
+
+def _grouped_errors(row: Row, operands: Operands, ours: Any) -> tuple[float, float, float]:
+    """Return the errors of the results of some groups: a dense product of each is what is right."""
+    # Their speed is not worth XLA's autotuning.
+    product, exact_product = (
+        jitted(x, DENSE, xla_gpu_autotune_level=0) for x in (row, in_float64(row))
+    )
+    found: list[tuple[list[Any], ...]] = []
+    for group in judged_groups(row):
+        given = row.of_group(group, operands, row.operands)
+        peer = jax.tree.leaves(product(*given))
+        with jax.enable_x64(True):
+            exact = jax.tree.leaves(exact_product(*map(_wide, given)))
+        found.append((row.of_group(group, jax.tree.leaves(ours), row.results), peer, exact))
+    with jax.enable_x64(True):
+        each = [
+            [float(x) for x in _whole_errors(*map(jnp.concatenate, zip(*of_groups, strict=True)))]
+            for of_groups in zip(*(zip(*sides, strict=True) for sides in found), strict=True)
+        ]
+    of_ours, of_peer, deviation = np.array(each).max(0).tolist()
     return of_ours, of_peer, deviation
+
+
+def judged_groups(row: Row) -> list[int]:
+    """Return the groups of a grouped GEMM on which errors are measured, the largest among them."""
+    spread = np.linspace(0, row.sizes["g"] - 1, _JUDGED_GROUPS).round().astype(int)
+    return sorted({int(row.group_sizes.argmax()), *spread.tolist()})
 
 
 @jax.jit
@@ -204,7 +225,7 @@ class Case:
             self.ours.lower(*structs).compile()  # type: ignore[attr-defined]
             for x in structs:
                 random_array.lower(jax.random.key(0), x.shape, x.dtype).compile()
-            if self.operation.judge is None:
+            if not self.row.split:
                 with jax.enable_x64(True):
                     _sampled_errors.lower(self.row, structs, result, result).compile()
 
@@ -215,7 +236,7 @@ class Case:
         """
         operands = self.row.random_operands()
         ours = self.ours(*operands)
-        peer = self.peer(*operands) if self.operation.judge is None else None
+        peer = None if self.row.split else self.peer(*operands)
         found = errors(self.row, operands, ours, peer)
         result = {
             "kernel": self.kernel(operands),

@@ -187,6 +187,15 @@ class Row:
         return Row("", self.operation, self.type, self.lhs, self.rhs, self.out, {}, self.rhs_type,
                    self.result, self.precision, split)  # fmt: skip
 
+    def of_group(self, group: int, arrays: Sequence[Any], dimensions: Sequence[str]) -> list[Any]:
+        """Return the rows or matrices that arrays of these dimensions have of a group."""
+        end = int(self.group_sizes[: group + 1].sum())
+        rows = slice(end - int(self.group_sizes[group]), end)
+        return [
+            x[rows if names[0] == "m" else group]
+            for x, names in zip(arrays, dimensions, strict=True)
+        ]
+
     def shape(self, dimensions: str) -> tuple[int, ...]:
         """Return the sizes of ``dimensions``."""
         return tuple(self.sizes[x] for x in dimensions)
@@ -326,43 +335,6 @@ def _dense_operands(operands: Operands) -> Operands:
     return tuple(x[0] if x.ndim == 3 else x for x in operands)
 
 
-def _by_groups(lhs: Array, rhs: Array, sizes: Array, numbers: Any, **types: Any) -> Any:
-    """Return a grouped GEMM in plain JAX, one group after the other, which says what is right."""
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
-    result = types.get("preferred_element_type", jnp.result_type(lhs, rhs))
-    # The sums of several groups are rounded once.
-    wide = result if jnp.issubdtype(result, jnp.integer) else jnp.promote_types(result, jnp.float32)
-    types = types | {"preferred_element_type": wide}
-
-    def of_group(numbers: Any, lhs: Array, group: Array, rhs: Array) -> Array:
-        row = jnp.arange(lhs.shape[0], dtype=jnp.int32)
-        own = jnp.logical_and(row >= ends[group] - sizes[group], row < ends[group])
-        return _one_product(
-            jnp.where(own[:, None], lhs, jnp.zeros_like(lhs)), rhs, sizes, numbers, **types
-        )
-
-    def rows(numbers: Any, lhs: Array, rhs: Array) -> Array:
-        zeros = jnp.zeros((len(lhs), rhs.shape[2 if numbers == FORWARD else 1]), wide)
-        groups = jnp.arange(sizes.size), rhs
-        total, _ = lax.scan(lambda y, x: (y + of_group(numbers, lhs, *x), None), zeros, groups)
-        return jnp.asarray(total, result)
-
-    def weights(lhs: Array, rhs: Array) -> Array:
-        product = functools.partial(of_group, WEIGHT_GRADIENT, lhs, rhs=rhs)
-        return jnp.asarray(lax.map(lambda i: product(i), jnp.arange(sizes.size)), result)
-
-    @jax.custom_vjp
-    def product(lhs: Array, rhs: Array) -> Array:
-        return weights(lhs, rhs) if numbers == WEIGHT_GRADIENT else rows(numbers, lhs, rhs)
-
-    # The rule of the scan would keep a copy of the rows for each group.
-    product.defvjp(
-        lambda lhs, rhs: (product(lhs, rhs), (lhs, rhs)),
-        lambda saved, ct: (rows(ROW_GRADIENT, ct, saved[1]), weights(saved[0], ct)),
-    )
-    return product(lhs, rhs)
-
-
 @functools.cache
 def tokamax() -> Any:
     """Return tokamax's functions; ModuleNotFoundError where it is not installed."""
@@ -377,7 +349,6 @@ XLA: Any = Functions(
     matvec=jnp.matmul, vecmat=jnp.matmul, add=jnp.add,
 )  # fmt: skip
 DENSE: Any = Functions(ragged_dot_general=_one_product)
-BY_GROUPS: Any = Functions(ragged_dot_general=_by_groups)
 
 
 @dataclass(frozen=True)
@@ -402,8 +373,6 @@ class Operation:
         What every row is compared with.
     sides
         The functions of the peer, and of others that rows may be compared with besides.
-    judge
-        The side that says what is right where the peer does not: results are compared as a whole.
     """
 
     about: str
@@ -414,7 +383,6 @@ class Operation:
     arithmetic: bool = False
     peer: str = "XLA"
     sides: Mapping[str, Callable[[], Any]] = field(default_factory=lambda: {"XLA": lambda: XLA})
-    judge: Any = None
 
     def peer_operands(self, operands: Operands) -> Operands:
         """Return what the peer takes in place of ours."""
@@ -431,7 +399,6 @@ OPERATIONS = {
     "ragged_dot": Operation(
         "grouped GEMMs of mixtures of experts", 2, _ragged, 2, ("read", "copy"), arithmetic=True,
         peer="dense", sides={"dense": lambda: DENSE, "lax": lambda: lax, "tokamax": tokamax},
-        judge=BY_GROUPS,
     ),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from benchmarks import command_line, measure, record, suites, timing
 from benchmarks.command_line import main
 from benchmarks.errors import BenchmarkError
 from benchmarks.measure import Case
-from benchmarks.rows import BY_GROUPS, OPERATIONS, OURS, Row, jitted
+from benchmarks.rows import OPERATIONS, OURS, Row, jitted
 from benchmarks.samples import DRAWS, LIMITS, draw_sample
 from jax_tilekern.tuning import device_time
 from jax_tilekern.tuning.device_time import DELAY, CallBlock
@@ -104,9 +104,16 @@ def test_all_sides_compute_the_product_of_each_group(dimensions):
         else:
             rhs = rhs.mT if row.out == "mk" else rhs
             exact = np.concatenate([lhs[part] @ rhs[g] for g, part in enumerate(parts)])
-        for side in (OURS, lax, BY_GROUPS):
+        for side in (OURS, lax):
             found = jitted(row, side)(*operands)
             np.testing.assert_allclose(found, exact, rtol=0, atol=bound, err_msg=split)
+        errors = measure.errors(row, operands, found, None)
+        assert measure.fault(row, *errors) is None
+        # A row, or a matrix, of the largest group.
+        wrong = row.group_sizes.argmax()
+        wrong = wrong if row.out == "gkn" else row.group_sizes[: wrong + 1].sum() - 1
+        errors = measure.errors(row, operands, found.at[wrong, 3].add(100), None)
+        assert measure.fault(row, *errors).startswith("wrong")
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8 to int32"])
