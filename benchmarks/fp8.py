@@ -26,9 +26,9 @@ from benchmarks.programs import (
     Arrays,
     Errors,
     Program,
-    ProgramCommand,
     Sides,
     on_gpu,
+    program_command,
     random_arrays,
 )
 from jax_tilekern.plans.quantize import BLOCK
@@ -311,6 +311,6 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         yield from kind(on_gpu())
 
 
-COMMAND = ProgramCommand(
+COMMAND = program_command(
     "products of 8-bit floats with scales of blocks, and quantisers", _programs
 )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jax_tilekern as jtk
-from benchmarks.programs import Program, ProgramCommand
+from benchmarks.programs import Program, program_command
 
 _GROUP = "`kernel` against `vmap`"
 _STEP = 0.001
@@ -143,4 +143,4 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     )
 
 
-COMMAND = ProgramCommand("functions with loops as one kernel", _programs, 1.0)
+COMMAND = program_command("functions with loops as one kernel", _programs, 1.0)

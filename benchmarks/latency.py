@@ -22,17 +22,14 @@ import jax
 import numpy as np
 from jax import lax
 
-from benchmarks import record as records
 from benchmarks.errors import BenchmarkError
 from benchmarks.measure import Case
+from benchmarks.programs import ROWS, RowsCommand, matches
 from benchmarks.record import Record
 from benchmarks.rows import Row
 from benchmarks.suites import expanded
 from benchmarks.timing import wall_rounds
-from jax_tilekern.cli.console import duration, output_file
 from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
-
-HELP = "time how long a call takes to return, and how long the first one takes"
 
 # Short enough for a device to keep up with calls, and of every kind of kernel.
 _CALLS = {
@@ -56,20 +53,15 @@ _KINDS = ("cold", "warm", "XLA")
 _LONGEST_PROCESS = 120.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows that contain this")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a row of calls that return")
-    parser.add_argument("--calls", type=int, default=200, help="calls in a batch")
-    parser.add_argument("--rounds", type=int, default=5, help="fresh processes of each kind")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
-
-
-def run(arguments: argparse.Namespace) -> int:
+def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
     # This process has a device too, whose memory the fresh ones need.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    record = records.new_record(arguments.command_line)
+    return _measured(arguments)
+
+
+def _measured(arguments: argparse.Namespace) -> Iterator[Record]:
     for group, text in _texts():
-        if arguments.rows not in f"{group} {text}":
+        if not matches(f"{group}: {text}", arguments.rows):
             continue
         row = Row.of(text, "matmul")
         with row.types_enabled():
@@ -77,22 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
                 found = _returns(row, arguments.calls, arguments.seconds)
             else:
                 found = _first_result(row, arguments.rounds)
-        record["rows"].append({"name": text, "group": group, **found})
-        times = {**found["seconds"], "added by ours": found["added_seconds"]}
-        shown = ", ".join(f"{side} {_signed(seconds)}" for side, seconds in times.items())
-        print(f"{group}: {text}: {shown}", flush=True)
-        if arguments.json is not None:
-            records.write(arguments.json, record)
-    return 0
+        yield {"name": f"{group}: {text}", "group": group, **found}
 
 
 def _texts() -> Iterator[tuple[str, str]]:
     for group, patterns in _CALLS[jax.default_backend()].items():
         yield from ((group, text) for pattern in patterns for text in expanded(pattern))
-
-
-def _signed(seconds: float) -> str:
-    return ("-" if seconds < 0 else "") + duration(abs(seconds))
 
 
 def _returns(row: Row, calls: int, seconds: float) -> Record:
@@ -182,6 +164,12 @@ def _first_calls(text: str, side: str) -> dict[str, Any]:
         kernel = case.kernel(operands) if side == "ours" else None
     return {"copy": copy, "product": product, "kernel": kernel}
 
+
+COMMAND = RowsCommand(
+    "time how long a call takes to return, and how long the first one takes", _rows, 2.0, **ROWS,
+    calls={"type": int, "default": 200, "help": "calls in a batch"},
+    rounds={"type": int, "default": 5, "help": "fresh processes of each kind"},
+)  # fmt: skip
 
 if __name__ == "__main__":
     print(json.dumps(_first_calls(*sys.argv[1:])))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
-from benchmarks.programs import KERNELS, Arrays, Errors, Program, ProgramCommand, random_arrays
+from benchmarks.programs import KERNELS, Arrays, Errors, Program, program_command, random_arrays
 
 _OPERATIONS = ("inv", "solve", "cholesky", "svd", "eigh", "qr", "svdvals", "eigvalsh")
 # Operations that take longer have a tenth of the matrices above some rows, and the kernels are
@@ -123,7 +123,7 @@ def _size(text: str) -> tuple[int, int]:
     return int(rows), int(columns or 0)
 
 
-COMMAND = ProgramCommand(
+COMMAND = program_command(
     "batches of small matrices, or large matrices, against jnp.linalg", _programs, 0.3,
     count={"type": int, "default": 100_000, "help": "matrices of a batch"},
     operations={"choices": _OPERATIONS, "nargs": "*", "default": _OPERATIONS[:6]},

@@ -25,20 +25,19 @@ import numpy as np
 from jax import Array, lax
 
 import jax_tilekern as jtk
-from benchmarks import record as records
 from benchmarks.measure import failure_of, temporary_bytes
 from benchmarks.programs import (
     KERNELS,
     Program,
-    ProgramCommand,
+    RowsCommand,
     bytes_needed,
     check_memory,
     on_gpu,
+    program_command,
 )
 from benchmarks.record import Record
 from benchmarks.rows import FORWARD, tokamax
 from benchmarks.training import adam, attention, loss_of, normed, random_text
-from jax_tilekern.cli.console import duration, output_file, size
 
 Experts = Callable[..., Any]
 
@@ -220,53 +219,30 @@ _MODELS = {
 }
 
 
-class ModelCommand:
-    """The command ``moe_model``."""
-
-    HELP = "time training steps of a mixture-of-experts transformer"
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--sides", nargs="+", choices=LAYERS, default=list(LAYERS))
-        parser.add_argument("--seconds", type=float, default=5.0, help="of each side")
-        for name in ("layers", "hidden", "experts", "chosen", "batch", "sequence"):
-            parser.add_argument(f"--{name}", type=int, help="of the model (default: by the device)")
-        parser.add_argument(
-            "--json", type=output_file, metavar="FILE", help="write the record here"
-        )
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        given = {name: getattr(arguments, name, None) for name in _Model._fields}
-        model = _MODELS[on_gpu()]._replace(**{k: n for k, n in given.items() if n is not None})
-        row: Record = {
-            "name": f"{model.layers} layers",
-            "group": "training step of a mixture of experts, against {peer}",
-            "sizes": model._asdict(),
-            "parameters": sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.parameters))),
-        }
-        fields = ("seconds", "ratio", "steps", "bytes", "temporaries", "losses", "failures")
-        row |= {field: {} for field in fields}
-        record = records.new_record(arguments.command_line) | {"rows": [row]}
-        for side in arguments.sides:
-            try:
-                found = _measured(LAYERS[side], model, arguments.seconds)
-            except Exception as error:
-                if side == "ours":
-                    raise
-                row["failures"][side] = failure_of(error)
-                print(f"{side}: {row['failures'][side]}", flush=True)
-            else:
-                for field, value in found.items():
-                    row[field][side] = value
-                if side != "ours" and "ours" in row["seconds"]:
-                    row["ratio"][side] = found["seconds"] / row["seconds"]["ours"]
-                speed = model.batch * model.sequence / found["seconds"]
-                print(
-                    f"{side}: {speed:,.0f} tokens/s, {duration(found['seconds'])} a step, "
-                    f"{size(found['bytes'])}, losses {found['losses']}", flush=True,
-                )  # fmt: skip
-            if arguments.json:
-                records.write(arguments.json, record)
-        return 0
+def _training(arguments: argparse.Namespace) -> Iterator[Record]:
+    given = {name: getattr(arguments, name, None) for name in _Model._fields}
+    model = _MODELS[on_gpu()]._replace(**{k: n for k, n in given.items() if n is not None})
+    row: Record = {
+        "name": f"{model.layers} layers",
+        "group": "training step of a mixture of experts, against {peer}",
+        "sizes": model._asdict(),
+        "parameters": sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.parameters))),
+    }
+    fields = ("seconds", "ratio", "steps", "bytes", "temporaries", "losses", "failures")
+    row |= {field: {} for field in fields}
+    for side in arguments.sides:
+        try:
+            found = _measured(LAYERS[side], model, arguments.seconds)
+        except Exception as error:
+            if side == "ours":
+                raise
+            row["failures"][side] = failure_of(error)
+        else:
+            for field, value in found.items():
+                row[field][side] = value
+            if side != "ours" and "ours" in row["seconds"]:
+                row["ratio"][side] = found["seconds"] / row["seconds"]["ours"]
+    yield row
 
 
 def _measured(experts: Experts, model: _Model, seconds: float) -> Record:
@@ -297,7 +273,14 @@ def _measured(experts: Experts, model: _Model, seconds: float) -> Record:
     }
 
 
-COMMANDS: dict[str, Any] = {
-    "moe": ProgramCommand("mixture-of-experts layers", _programs, 1.0),
-    "moe_model": ModelCommand(),
-}
+COMMANDS = {
+    "moe": program_command("mixture-of-experts layers", _programs, 1.0),
+    "moe_model": RowsCommand(
+        "time training steps of a mixture-of-experts transformer", _training, 5.0,
+        sides={"nargs": "+", "choices": LAYERS, "default": list(LAYERS)},
+        **{
+            name: {"type": int, "help": "of the model (default: by the device)"}
+            for name in ("layers", "hidden", "experts", "chosen", "batch", "sequence")
+        },
+    ),
+}  # fmt: skip

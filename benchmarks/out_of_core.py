@@ -7,27 +7,19 @@ the plan reads and writes, each measured alone.
 """
 
 import argparse
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import record as records
+from benchmarks.programs import RowsCommand
+from benchmarks.record import Record
 from jax_tilekern import out_of_core
-from jax_tilekern.cli.console import output_file
 from jax_tilekern.tuning.wall_time import wall_seconds
 
-HELP = "time a product of operands larger than the memory that it may use"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", type=int, default=65536)
-    parser.add_argument("--limit-gib", type=float, default=8.0)
-    parser.add_argument("--type", default="bfloat16")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
-
-
-def run(arguments: argparse.Namespace) -> int:
+def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
     size, limit = arguments.size, int(arguments.limit_gib * 2**30)
     # A random block that repeats is quickly made.
     block = np.random.default_rng(0).standard_normal((min(2048, size),) * 2)
@@ -38,18 +30,24 @@ def run(arguments: argparse.Namespace) -> int:
     row = {
         "name": f"{size} {arguments.type}",
         "plan": str(plan),
-        "seconds": [
-            wall_seconds(lambda: out_of_core.matmul(a, a, out=out, memory_limit=limit))
-            for _ in range(2)
-        ],
-        "bound_seconds": plan.seconds,
+        "seconds": {
+            **{
+                side: wall_seconds(lambda: out_of_core.matmul(a, a, out=out, memory_limit=limit))
+                for side in ("first call", "ours")
+            },
+            "bound": plan.seconds,
+        },
         "peak_bytes_in_use": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }
     lhs, rhs = np.asarray(a[:64], np.float64), np.asarray(a[:, :64], np.float64)
     wrong = (np.asarray(out[:64, :64], np.float64) - lhs @ rhs) / np.sqrt(lhs**2 @ rhs**2)
     row["error"] = float(np.abs(wrong).max())
-    print(*(f"{name}: {value}" for name, value in row.items()), sep="\n")
-    if arguments.json:
-        record = records.new_record(arguments.command_line)
-        records.write(arguments.json, record | {"rows": [row]})
-    return 0
+    yield row
+
+
+COMMAND = RowsCommand(
+    "time a product of operands larger than the memory that it may use", _rows,
+    size={"type": int, "default": 65536},
+    type={"default": "bfloat16"},
+    **{"limit-gib": {"type": float, "default": 8.0}},
+)  # fmt: skip

@@ -26,10 +26,10 @@ from benchmarks.programs import (
     Arrays,
     Errors,
     Program,
-    ProgramCommand,
     Sides,
     differences,
     on_gpu,
+    program_command,
     random_arrays,
 )
 
@@ -435,16 +435,16 @@ def _cross_entropy(arguments: argparse.Namespace) -> Iterator[Program]:
 
 
 COMMANDS = {
-    "fused": ProgramCommand(
+    "fused": program_command(
         "products with epilogues against the same programs of jnp", _fused_programs
     ),
-    "symmetric": ProgramCommand(
+    "symmetric": program_command(
         "products with a symmetric result, and Newton-Schulz iterations", _symmetric,
         types={"nargs": "*", "default": ["bfloat16", "float16", "float32"]},
     ),
-    "muon": ProgramCommand("steps of Muon and Newton-Schulz iterations", _muon, 1.0),
-    "strassen": ProgramCommand("a level of Strassen's algorithm", _strassen, 1.0),
-    "cross_entropy": ProgramCommand(
+    "muon": program_command("steps of Muon and Newton-Schulz iterations", _muon, 1.0),
+    "strassen": program_command("a level of Strassen's algorithm", _strassen, 1.0),
+    "cross_entropy": program_command(
         "the cross-entropy of a vocabulary against all logits in memory", _cross_entropy, 2.0,
         types={"nargs": "*", "default": ["bfloat16"]},
         sizes={

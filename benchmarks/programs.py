@@ -1,7 +1,7 @@
 """Programs of this package against the same programs of ``jnp``.
 
-A :class:`Program` declares the arguments and the sides. :class:`ProgramCommand` times the sides,
-prints a line and writes a row for each program.
+A :class:`Program` declares the arguments and the sides, which :func:`measured` times.
+:class:`RowsCommand` is any command whose record has a row for each of several measurements.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,8 @@ from jax_tilekern.cli.console import output_file, size
 
 # An error that no margin is about.
 _ROUNDING = 1e-6
+# What the line of a row has, and what it leaves to the record.
+_OF_A_LINE = ("name", "seconds", "ratio", "failure", "group", "method", "target")
 # A context of sides.
 KERNELS = functools.partial(jtk.policy, "kernels")
 
@@ -177,21 +179,28 @@ def bytes_needed(compiled: Any) -> int:
     return int(total - memory.alias_size_in_bytes)
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name matches one of some shell patterns."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-class ProgramCommand:
-    """The command that measures some programs.
+# Arguments of commands of several rows.
+ROWS: Any = {
+    "rows": {"nargs": "+", "metavar": "PATTERN", "default": ["*"], "help": "rows by their names"}
+}
+
+
+class RowsCommand:
+    """A command that measures rows, shows each of them, and writes a record.
 
     Parameters
     ----------
     about
-        What it times, for the help.
-    programs
-        Yields the programs that the command line asks for.
+        What it does, for the help.
+    rows
+        Yields the rows of the record that the command line asks for.
     seconds
-        The default time to spend on a row.
+        The default time to spend on a row, if that is an argument.
     arguments
         Those of this command alone, by name, with the keywords of ``add_argument``.
     """
@@ -199,40 +208,54 @@ class ProgramCommand:
     def __init__(
         self,
         about: str,
-        programs: Callable[[argparse.Namespace], Iterable[Program]],
-        seconds: float = 0.5,
+        rows: Callable[[argparse.Namespace], Iterable[Record]],
+        seconds: float | None = None,
+        /,
         **arguments: Mapping[str, Any],
     ) -> None:
-        self.HELP = f"time {about}"
-        self._programs, self._seconds, self._arguments = programs, seconds, arguments
+        self.HELP, self._rows, self._arguments = about, rows, dict(arguments)
+        if seconds is not None:
+            self._arguments["seconds"] = {"type": float, "default": seconds, "help": "of each row"}
+        self._arguments["json"] = {
+            "type": output_file, "metavar": "FILE", "help": "write the record here"
+        }  # fmt: skip
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         for name, settings in self._arguments.items():
             parser.add_argument(f"--{name}", **settings)
-        for name, about in (("rows", "rows by their names"), ("sides", "sides beside ours")):
-            parser.add_argument(f"--{name}", nargs="+", metavar="PATTERN", default=["*"],
-                                help=about)  # fmt: skip
-        parser.add_argument("--seconds", type=float, default=self._seconds, help="of each row")
-        parser.add_argument(
-            "--json", type=output_file, metavar="FILE", help="write the record here"
-        )
 
     def run(self, arguments: argparse.Namespace) -> int:
+        """Run the command and return its exit status: 1 if a row failed."""
+        rows = self._rows(arguments)
         record = records.new_record(arguments.command_line)
-        for program in self._programs(arguments):
-            if not _matches(program.name, arguments.rows):
-                continue
-            sides = {
-                name: side
-                for name, side in program.sides.items()
-                if name == "ours" or _matches(name, arguments.sides)
-            }
-            row = measured(dataclasses.replace(program, sides=sides), arguments.seconds)
+        for row in rows:
             record["rows"].append(row)
             print(row_line(row), flush=True)
-            for title in ("error", "temporaries", "failures", "kernels", "kernels_of_sides"):
-                if found := row.get(title):
+            for title, found in row.items():
+                if found and title not in _OF_A_LINE:
                     print(f"    {title}: {found}", flush=True)
             if arguments.json:
                 records.write(arguments.json, record)
-        return 0
+        return int(any("failure" in row for row in record["rows"]))
+
+
+def program_command(
+    about: str,
+    programs: Callable[[argparse.Namespace], Iterable[Program]],
+    seconds: float = 0.5,
+    **arguments: Mapping[str, Any],
+) -> RowsCommand:
+    """Return the command that times the programs that the command line asks for."""
+
+    def rows(arguments: argparse.Namespace) -> Iterator[Record]:
+        for program in programs(arguments):
+            if matches(program.name, arguments.rows):
+                sides = {
+                    name: side
+                    for name, side in program.sides.items()
+                    if name == "ours" or matches(name, arguments.sides)
+                }
+                yield measured(dataclasses.replace(program, sides=sides), arguments.seconds)
+
+    sides = ROWS["rows"] | {"help": "sides beside ours"}
+    return RowsCommand(f"time {about}", rows, seconds, **ROWS, sides=sides, **arguments)

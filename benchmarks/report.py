@@ -132,9 +132,9 @@ def row_line(row: Record) -> str:
     """Return a row in a line, as it is shown while others are measured."""
     if "failure" in row:
         return f"{row['name']}  {row['failure']}"
-    times = ", ".join(f"{side} {duration(time)}" for side, time in row["seconds"].items())
+    times = (f"{side} {duration(time)}" for side, time in row.get("seconds", {}).items())
     ratios = (f"{peer} / ours {_ratio(row, peer, x)}" for peer, x in row.get("ratio", {}).items())
-    return f"{row['name']}: {times}; {', '.join(ratios)}"
+    return f"{row['name']}: {'; '.join(filter(None, map(', '.join, (times, ratios))))}"
 
 
 def _distribution(ratios: Sequence[float], target: float = 0.0) -> str:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
-from benchmarks.programs import Arrays, Errors, Program, ProgramCommand
+from benchmarks.programs import Arrays, Errors, Program, program_command
 
 _BF16, _F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
@@ -134,7 +134,7 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
         yield _drawn(1000 * arguments.seed + i, arguments.most)
 
 
-COMMAND = ProgramCommand(
+COMMAND = program_command(
     "reductions to segments", _programs,
     drawn={"type": int, "default": 0, "metavar": "N", "help": "calls drawn at random"},
     seed={"type": int, "default": 1, "help": "of those"},

@@ -2,14 +2,12 @@
 
 Sides of a row of ``overlapped`` are XLA's sharded ``jit``, ours with a collective, ours as it is by
 default, and ours overlapped in several numbers of parts. One of these is the default's program once
-more, which shows the error of the measurement. ``overlapped --soak`` runs one product many times
-instead, beside other collectives, and compares the bits of its results.
+more, which shows the error of the measurement.
 """
 
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import functools
 import math
 import re
@@ -28,10 +26,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_tilekern as jtk
-from benchmarks import record as records
+from benchmarks.programs import ROWS, RowsCommand, matches
 from benchmarks.record import Record
-from benchmarks.report import row_line
-from jax_tilekern.cli.console import output_file
 from jax_tilekern.plans.overlap import in_parts
 
 # To dispatch a call to several devices takes 0.3 ms of the host, longer than many of these programs
@@ -203,52 +199,25 @@ def overlapped_programs(mesh: Mesh) -> Iterator[Program]:
     )  # fmt: skip
 
 
-# The commands.
+# Measurement.
 
 
-class ShardedCommand:
-    """``sharded``, or ``overlapped``."""
-
-    def __init__(self, about: str, overlapped: bool) -> None:
-        self.HELP, self._overlapped = about, overlapped
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--rows", metavar="PATTERN", help="only rows whose name matches")
-        parser.add_argument(
-            "--seconds", type=float, default=2.0, help="timing of a row (default: %(default)s)"
+def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
+    """Measure the programs of ``sharded`` or, with numbers of parts, of ``overlapped``."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(AxisType.Auto,))
+    parts = getattr(arguments, "parts", None)
+    for program in programs(mesh.size) if parts is None else overlapped_programs(mesh):
+        group = (
+            program.group if parts is None else f"overlapped with communication: {program.group}"
         )
-        parser.add_argument(
-            "--json", type=output_file, metavar="FILE", help="write the record here"
-        )
-        if self._overlapped:
-            parser.add_argument("--parts", type=int, nargs="*", default=[1, 2, 4],
-                                help="numbers of parts to time (default: 1 2 4)")  # fmt: skip
-            parser.add_argument("--soak", type=int, metavar="N",
-                                help="run so many executions, and compare their bits")  # fmt: skip
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return its exit status: 1 if a row failed."""
-        mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(AxisType.Auto,))
-        if self._overlapped and arguments.soak:
-            return _soak(mesh, arguments.soak)
-        parts = arguments.parts if self._overlapped else None
-        record = records.new_record(arguments.command_line, devices=mesh.size)
-        for program in overlapped_programs(mesh) if self._overlapped else programs(mesh.size):
-            row: Record = {"name": f"{program.group}, {program.name}"}
-            row["group"] = program.group
-            if self._overlapped:
-                row["group"] = f"overlapped with communication: {program.group}"
-            if arguments.rows and not fnmatch.fnmatch(row["name"], arguments.rows):
-                continue
-            try:
-                row |= measured(program, mesh, arguments.seconds, parts)
-            except Exception as error:  # The other rows are worth having.
-                row["failure"] = f"{type(error).__name__}: {str(error)[:500]}"
-            record["rows"].append(row)
-            print(row_line(row), flush=True)
-            if arguments.json is not None:
-                records.write(arguments.json, record)
-        return int(any("failure" in row for row in record["rows"]))
+        row: Record = {"name": f"{program.group}, {program.name}", "group": group}
+        if not matches(row["name"], arguments.rows):
+            continue
+        try:
+            row |= measured(program, mesh, arguments.seconds, parts)
+        except Exception as error:  # The other rows are worth having.
+            row["failure"] = f"{type(error).__name__}: {str(error)[:500]}"
+        yield row | {"devices": mesh.size}
 
 
 def _sides(program: Program, parts: Sequence[int] | None) -> Iterator[tuple[str, Any, list[Any]]]:
@@ -440,45 +409,12 @@ def interleaved(sides: Mapping[str, Callable[[], Any]], seconds: float) -> dict[
     return times
 
 
-def _soak(mesh: Mesh, executions: int) -> int:
-    """Run overlapped products beside other collectives; return 1 if a result differs."""
-    rng = np.random.default_rng(0)
-    placed = [
-        jax.device_put(
-            (rng.standard_normal(shape, np.float32) / 8).astype(jnp.bfloat16),
-            NamedSharding(mesh, spec),
-        )
-        for shape, spec in (((2048, 1024), _ROWS), ((1024, 4096), _COLUMNS), ((4096, 1024), _ROWS))
-    ]
-
-    def program(x: Any, up: Any, down: Any) -> Any:
-        hidden = lax.with_sharding_constraint(jtk.matmul(x, up), NamedSharding(mesh, _COLUMNS))
-        y = lax.with_sharding_constraint(jtk.matmul(hidden, down), NamedSharding(mesh, _ROWS))
-        return y, y.astype(np.float32).sum()
-
-    with in_parts(2):
-        compiled = jax.jit(program).lower(*placed).compile()
-    calls = str(compiled.as_text()).count(f'custom_call_target="{_TARGET}"')
-    print(f"{calls} overlapped calls in a program", flush=True)
-    other = jax.jit(lambda x, w: (x @ w).sum())
-    first = [np.asarray(x) for x in compiled(*placed)]
-    wrong, start, block = 0, time.perf_counter(), 500
-    for done in range(0, executions, block):
-        for i in range(block):
-            results = compiled(*placed)
-            if i % 3 == 0:
-                between = other(placed[0], placed[1])
-        jax.block_until_ready(between)
-        same = (np.array_equal(x, np.asarray(y)) for x, y in zip(first, results, strict=True))
-        wrong += not all(same)
-        if done % (20 * block) == 0:
-            micros = (time.perf_counter() - start) / (done + block) * 1e6
-            print(f"{done + block} executions, {wrong} wrong, {micros:.0f} us each", flush=True)
-    print(f"{executions} executions, {wrong} of {-(-executions // block)} results differ")
-    return int(wrong > 0 or calls == 0)
-
-
 COMMANDS = {
-    "sharded": ShardedCommand("time programs that all devices share against JAX's own", False),
-    "overlapped": ShardedCommand("time products that overlap with their communication", True),
-}
+    "sharded": RowsCommand(
+        "time programs that all devices share against JAX's own", _rows, 2.0, **ROWS
+    ),
+    "overlapped": RowsCommand(
+        "time products that overlap with their communication", _rows, 2.0, **ROWS,
+        parts={"type": int, "nargs": "*", "default": [1, 2, 4], "help": "numbers of parts to time"},
+    ),
+}  # fmt: skip

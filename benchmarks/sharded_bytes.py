@@ -2,9 +2,10 @@
 
     python -m benchmarks sharded_bytes --seed 7
 
-The programs are compiled for a mesh of 2 x 4 CPU devices. A row of the table has the programs of a
-kind: how many send more than 1.05 times JAX's bytes, the largest quotient of a program, and that of
-the sums over all programs. Every result is compared with that of one device.
+The programs are calls that ``benchmarks/catalog`` draws, compiled for a mesh of 2 x 4 CPU devices.
+A row of the table has the programs of an operation: how many send more than 1.05 times JAX's bytes,
+the largest quotient of a program, and that of the sums over all programs. Every result is compared
+with that of one device.
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.linalg as jsp_linalg
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_tilekern
+from benchmarks.catalog import DESCRIPTIONS
+from benchmarks.catalog.bounds import F32
+from benchmarks.catalog.draw import Draw
+from benchmarks.catalog.oracles import ORACLES
 from benchmarks.errors import BenchmarkError
 
 HELP = "compare the bytes of collectives with JAX's, of programs with random shardings"
 SLACK = 1.05
 MESH = {"d": 2, "m": 4}
 _LARGEST_ERROR = 1e-3
-_SIZES = (16, 32, 64, 128)
+OPERATIONS = ("matmul", "einsum", "dot_general", "linalg.solve", "linalg.solve_triangular")
+# Sizes are up to eight times this.
+_SCALE = 16
 
 # What a compiled program of several devices communicates.
 
@@ -118,125 +124,54 @@ def _group_size(line: str) -> int:
 
 
 class Program(NamedTuple):
-    """A program of ``jnp`` or of this package.
+    """A call of an operation, or its gradient.
 
     Attributes
     ----------
     name
-        What it is, and whether it is the gradient of that.
+        Of the operation, and whether it is its gradient.
     function
-        ``function(jax.numpy or jax_tilekern)`` returns it.
-    shapes, specs
-        Shape and sharding of each operand.
+        ``function(namespace, *operands)``, of a namespace of functions.
+    operands
+        Random numbers.
+    specs
+        The sharding of each operand.
     out
         The sharding of the results, or ``None`` if XLA chooses it.
-    exact
-        Whether operands of small integers make every sum exact. If not, the matrices are well
-        conditioned.
     """
 
     name: str
-    function: Callable[[Any], Callable[..., Any]]
-    shapes: tuple[tuple[int, ...], ...]
+    function: Callable[..., Any]
+    operands: Sequence[Any]
     specs: tuple[P, ...]
     out: Any
-    exact: bool
 
 
-class Drawn(NamedTuple):
-    """A function of a module with random operands, before it is sharded."""
-
-    function: Callable[[Any], Callable[..., Any]]
-    shapes: tuple[tuple[int, ...], ...]
-    exact: bool = True
-
-
-def matmul(rng: np.random.Generator) -> Drawn:
-    """Return a product of matrices or of batches of them."""
-    m, k, n = _sizes(rng, 3)
-    batch = (8,) if rng.integers(3) == 0 else ()
-    return Drawn(lambda module: module.matmul, ((*batch, m, k), (*batch, k, n)))
-
-
-def two_layers(rng: np.random.Generator) -> Drawn:
-    """Return two products with an elementwise function in between."""
-    m, k, n, o = _sizes(rng, 4)
-
-    def function(module: Any) -> Any:
-        return lambda x, up, down: module.matmul(jnp.square(module.matmul(x, up)), down)
-
-    return Drawn(function, ((m, k), (k, n), (n, o)))
-
-
-_EINSUMS: dict[str, tuple[tuple[int, ...], ...]] = {
-    "bqhd,bkhd->bhqk": ((8, 16, 4, 8), (8, 16, 4, 8)),
-    "bhqk,bkhd->bqhd": ((8, 4, 16, 16), (8, 16, 4, 8)),
-    "bsd,dhk->bshk": ((8, 16, 32), (32, 4, 8)),
-    "bshk,hkd->bsd": ((8, 16, 4, 8), (4, 8, 32)),
-    "ebd,edf->ebf": ((8, 16, 32), (8, 32, 64)),
-    "ab,bc->ca": ((32, 64), (64, 16)),
-    "ab,cb->ac": ((16, 64), (32, 64)),
-    "ab,bc,cd->ad": ((16, 32), (32, 64), (64, 8)),
-}
-
-
-def einsum(rng: np.random.Generator) -> Drawn:
-    """Return a contraction of tensors."""
-    subscripts = str(rng.choice(list(_EINSUMS)))
-    return Drawn(lambda module: functools.partial(module.einsum, subscripts), _EINSUMS[subscripts])
-
-
-def solve(rng: np.random.Generator) -> Drawn:
-    """Return the solutions of a batch of systems."""
-    return Drawn(lambda module: module.linalg.solve, _systems(rng), exact=False)
-
-
-def triangular_solve(rng: np.random.Generator) -> Drawn:
-    """Return the solutions of a batch of triangular systems."""
-    lower = bool(rng.integers(2))
-
-    def function(module: Any) -> Any:
-        linalg = jax_tilekern.linalg if module is jax_tilekern else jsp_linalg
-        return functools.partial(linalg.solve_triangular, lower=lower)
-
-    return Drawn(function, _systems(rng), exact=False)
-
-
-KINDS = {
-    "matmul": matmul,
-    "two layers of matmul": two_layers,
-    "einsum": einsum,
-    "linalg.solve": solve,
-    "triangular solves": triangular_solve,
-}
-
-
-def drawn(kind: str, seed: int, count: int) -> Iterator[Program]:
-    """Yield programs of a kind, each forward and with its gradients."""
+def drawn(operation: str, seed: int, count: int) -> Iterator[Program]:
+    """Yield calls of an operation, each forward and with its gradients."""
     for index in range(count):
-        rng = np.random.default_rng([seed, index, *kind.encode()])
-        function, shapes, exact = KINDS[kind](rng)
-        specs = tuple(_random_spec(rng, shape) for shape in shapes)
-        arrays = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-        result = _random_spec(rng, jax.eval_shape(function(jnp), *arrays).shape)
+        rng = np.random.default_rng([seed, index, *operation.encode()])
+        draw = Draw(rng, F32, scale=_SCALE)
+        call = DESCRIPTIONS[operation].draw(draw)
+        operands = [draw.value(x, special=False) for x in call.operands]
+        specs = tuple(_random_spec(rng, x.shape) for x in operands)
+        result = jax.eval_shape(functools.partial(call.function, ORACLES), *operands)
+        out = jax.tree.map(lambda x, rng=rng: _random_spec(rng, x.shape), result)
         # Half of the programs state the shardings of their results: gradients have the operands'.
         stated = bool(rng.integers(2))
-        yield Program(
-            f"`{kind}`, forward", function, shapes, specs, result if stated else None, exact
-        )
-        gradients = functools.partial(_gradients, function, len(shapes))
-        yield Program(
-            f"`{kind}`, gradients", gradients, shapes, specs, specs if stated else None, exact
-        )
+        yield Program(f"`{operation}`, forward", call.function, operands, specs,
+                      out if stated else None)  # fmt: skip
+        gradients = functools.partial(_gradients, call.function)
+        yield Program(f"`{operation}`, gradients", gradients, operands, specs,
+                      specs if stated else None)  # fmt: skip
 
 
-def operands(rng: np.random.Generator, program: Program) -> list[Any]:
-    """Return random operands of a program."""
-    if program.exact:
-        return [rng.integers(-1, 2, shape).astype(np.float32) for shape in program.shapes]
-    (matrices, sides) = (rng.standard_normal(shape) for shape in program.shapes)
-    n = matrices.shape[-1]
-    return [(matrices / (2 * np.sqrt(n)) + 2 * np.eye(n)).astype(np.float32), np.float32(sides)]
+def _gradients(function: Callable[..., Any], namespace: Any, *operands: Any) -> Any:
+    def loss(*operands: Any) -> Any:
+        results = jax.tree.leaves(function(namespace, *operands))
+        return sum(jnp.square(x).sum() for x in results)
+
+    return jax.grad(loss, tuple(range(len(operands))))(*operands)
 
 
 def _random_spec(rng: np.random.Generator, shape: tuple[int, ...]) -> P:
@@ -251,20 +186,6 @@ def _random_spec(rng: np.random.Generator, shape: tuple[int, ...]) -> P:
         if choice >= 0:
             axes[able[choice]].append(str(axis))
     return P(*(tuple(own) or None for own in axes))
-
-
-def _gradients(function: Any, count: int, module: Any) -> Callable[..., Any]:
-    f = function(module)
-    return jax.grad(lambda *args: jnp.square(f(*args)).sum(), tuple(range(count)))
-
-
-def _sizes(rng: np.random.Generator, count: int) -> tuple[int, ...]:
-    return tuple(int(n) for n in rng.choice(_SIZES, count))
-
-
-def _systems(rng: np.random.Generator) -> tuple[tuple[int, ...], ...]:
-    n, columns = int(rng.choice([4, 8, 16])), int(rng.choice([1, 3, 8]))
-    return (64, n, n), (64, n, columns)
 
 
 # The command.
@@ -293,10 +214,10 @@ class Compared(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kind", choices=tuple(KINDS), action="append", help="only this kind")
+    parser.add_argument("--operation", choices=OPERATIONS, action="append", help="only this one")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument(
-        "--count", type=int, default=100, help="programs of a kind (default: %(default)s)"
+        "--count", type=int, default=100, help="programs of an operation (default: %(default)s)"
     )
     parser.add_argument("--verbose", action="store_true", help="show every program that sends more")
 
@@ -312,11 +233,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     right = True
     print("| programs | above 1.05 | largest | sum of bytes |\n|---|---|---|---|")
-    for kind in arguments.kind or KINDS:
+    for operation in arguments.operation or OPERATIONS:
         rows: dict[str, list[Compared]] = {}
-        for index, program in enumerate(drawn(kind, arguments.seed, arguments.count)):
+        for program in drawn(operation, arguments.seed, arguments.count):
             with jax.default_device(devices[0]):
-                compared = compare(mesh, program, np.random.default_rng([arguments.seed, index]))
+                compared = compare(mesh, program)
             rows.setdefault(program.name, []).append(compared)
             wrong = compared.error > _LARGEST_ERROR
             right = right and not wrong
@@ -327,21 +248,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if right else 1
 
 
-def compare(mesh: Mesh, program: Program, rng: np.random.Generator) -> Compared:
+def compare(mesh: Mesh, program: Program) -> Compared:
     """Compile a program of ours and of JAX's, and compare our results with those of one device."""
-    arrays = operands(rng, program)
     placed = [
         jax.device_put(x, NamedSharding(mesh, spec))
-        for x, spec in zip(arrays, program.specs, strict=True)
+        for x, spec in zip(program.operands, program.specs, strict=True)
     ]
     out = program.out and jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), program.out, is_leaf=lambda x: isinstance(x, P)
     )
     ours, theirs = (
-        jax.jit(program.function(module), out_shardings=out).lower(*placed).compile()
-        for module in (jax_tilekern, jnp)
+        jax.jit(functools.partial(program.function, namespace), out_shardings=out)
+        .lower(*placed)
+        .compile()
+        for namespace in (jax_tilekern, ORACLES)
     )
-    wanted = jax.jit(program.function(jnp))(*arrays)
+    wanted = jax.jit(functools.partial(program.function, ORACLES))(*program.operands)
     pairs = zip(jax.tree.leaves(ours(*placed)), jax.tree.leaves(wanted), strict=True)
     error = max(_difference(np.asarray(x), np.asarray(y)) for x, y in pairs)
     return Compared(collectives(ours), collectives(theirs), error)
@@ -372,7 +294,8 @@ def _described(program: Program, compared: Compared) -> str:
         return ", ".join(f"{kind} {size:.0f}" for kind, size in found)
 
     return (
-        f"{program.name}: {program.shapes}, {program.specs}, results {program.out}: "
+        f"{program.name}: {[x.shape for x in program.operands]}, {program.specs}, results "
+        f"{program.out}: "
         f"error {compared.error:.1e}, {compared.quotient:.2f} times JAX's bytes\n"
         f"  ours: {sent(compared.ours)}\n  JAX's: {sent(compared.theirs)}"
     )

@@ -20,15 +20,13 @@ import numpy as np
 from jax import Array, lax
 
 import jax_tilekern as jtk
-from benchmarks import record as records
+from benchmarks.programs import RowsCommand
 from benchmarks.record import Record
 from jax_tilekern.cli import network
-from jax_tilekern.cli.console import output_file
 from jax_tilekern.cli.digits import load_digits
 from jax_tilekern.ops.scaled_operands import dequantized
 from jax_tilekern.plans.quantize import BLOCK
 
-HELP = "compare products and training in 8-bit floats with exact and 16-bit ones"
 Product = Callable[[Array, Array], Array]
 _NUMBERS = (((1,), (0,)), ((), ()))
 _ROWS, _SQUARE = (1, BLOCK), (BLOCK, BLOCK)
@@ -103,6 +101,7 @@ def errors(m: int = 256, n: int = 384, k: int = 4096) -> Iterator[Record]:
         given = [jnp.asarray(a, np.float32) for a in (x * by, w, dy * by)]
         for name, (found, rounded, exact) in _products(*given).items():
             yield {
+                "name": f"{name}, {operands}",
                 "kind": "error",
                 "operands": operands,
                 "product": name,
@@ -237,6 +236,7 @@ def _curves(steps: int) -> Iterator[Record]:
             losses = losses_of(product, steps)
             points = np.array_split(losses, min(_POINTS, steps))
             yield {
+                "name": f"{model}, {name}",
                 "kind": "training",
                 "model": model,
                 "product": name,
@@ -246,17 +246,11 @@ def _curves(steps: int) -> Iterator[Record]:
             }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=400, help="of training (default: %(default)s)")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
+def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
+    return itertools.chain(errors(), _curves(arguments.steps))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    record = records.new_record(arguments.command_line)
-    for row in itertools.chain(errors(), _curves(arguments.steps)):
-        record["rows"].append(row)
-        shown = {key: value for key, value in row.items() if key not in ("kind", "losses")}
-        print(", ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
-    if arguments.json:
-        records.write(arguments.json, record)
-    return 0
+COMMAND = RowsCommand(
+    "compare products and training in 8-bit floats with exact and 16-bit ones", _rows,
+    steps={"type": int, "default": 400, "help": "of training"},
+)  # fmt: skip
