@@ -49,5 +49,5 @@ COMMAND = RowsCommand(
     "time a product of operands larger than the memory that it may use", _rows,
     size={"type": int, "default": 65536},
     type={"default": "bfloat16"},
-    **{"limit-gib": {"type": float, "default": 8.0}},
+    limit_gib={"type": float, "default": 8.0},
 )  # fmt: skip

@@ -222,7 +222,7 @@ class RowsCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         for name, settings in self._arguments.items():
-            parser.add_argument(f"--{name}", **settings)
+            parser.add_argument(f"--{name.replace('_', '-')}", **settings)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the command and return its exit status: 1 if a row failed."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +36,6 @@ REPEATS = 8
 _BLOCK_SECONDS = 0.03
 _SETTLING_BLOCKS = 3
 _ROWS, _COLUMNS = P("x"), P(None, "x")
-_TARGET = "jax_tilekern_cuda_launch_overlapped"
 _WRONG = 0.05
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -280,21 +278,9 @@ def measured(program: Program, mesh: Mesh, seconds: float, parts: Sequence[int] 
     ratios = [
         theirs / share / mine for theirs, mine in zip(times[reference], times["ours"], strict=True)
     ]
-    # What the ratio would be if the local products took no more than their share of one device's
-    # time and nothing but them and the all-reduce took any, one after the other.
-    added = median.get("all-reduce", 0)
-    bound = 1 if program.peer else median[reference] / (median[reference] + share * added)
     choices = jtk.explain(jax.jit(ours, out_shardings=out), *placed)
-    without = [
-        name for name, function in compiled.items()
-        if parts is not None and name not in ("XLA", "collective")
-        and _TARGET not in function.as_text()
-    ]  # fmt: skip
     wrong = {name: x for name, x in errors.items() if not x < _WRONG}
     more: Record = {
-        "bound": bound if parts is None else None,
-        "same_program": parts is None and program.peer and _are_same(*compiled.values()),
-        "not_overlapped": without,
         "failures": failures,
         "failure": f"{wrong or ''} {failures or ''}".strip(),
     }
@@ -352,27 +338,6 @@ def _compiled(function: Callable[..., Any], operands: list[Any], out: Any = None
     compiled = jitted.lower(*operands).compile()
     jax.block_until_ready(compiled(*operands))
     return compiled
-
-
-def _are_same(one: Any, other: Any) -> bool:
-    """Return whether two compiled programs have the same instructions in the same order.
-
-    Their times differ by chance then, or by what the autotuner chose for the products of each.
-    """
-    return _instructions(one) == _instructions(other)
-
-
-def _instructions(compiled: Any) -> tuple[list[str], list[str]]:
-    """Return the instructions of the main computation, and those of the others, without names."""
-    text = re.sub(
-        r", (metadata|frontend_attributes|sharding|backend_config)=.*", "", compiled.as_text()
-    )
-    text = re.sub(
-        r"replica_groups=.*?(?=, [a-z_]+=)|, channel_id=\d+", "", re.sub(r"%[\w.-]+", "%", text)
-    )
-    others, _, main = text.partition("\nENTRY")
-    lines = (line for line in others.splitlines() if " = " in line)
-    return main.splitlines()[1:], sorted(line.replace("ROOT ", "") for line in lines)
 
 
 def _difference(ours: Any, theirs: Any) -> float:

@@ -151,7 +151,7 @@ def drawn(operation: str, seed: int, count: int) -> Iterator[Program]:
     """Yield calls of an operation, each forward and with its gradients."""
     for index in range(count):
         rng = np.random.default_rng([seed, index, *operation.encode()])
-        draw = Draw(rng, F32, scale=_SCALE)
+        draw: Any = Draw(rng, F32, scale=_SCALE)
         call = DESCRIPTIONS[operation].draw(draw)
         operands = [draw.value(x, special=False) for x in call.operands]
         specs = tuple(_random_spec(rng, x.shape) for x in operands)
