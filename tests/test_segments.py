@@ -759,3 +759,32 @@ def test_out_sharding(rng):
             np.testing.assert_allclose(found, wanted, rtol=1e-5)
         counts = jtk.bincount(ids, length=8, out_sharding=P())
         assert jax.typeof(counts) == jax.typeof(jnp.bincount(ids, length=8, out_sharding=P()))
+
+
+@pytest.mark.defaults
+@pytest.mark.parametrize(
+    ("shape", "segments", "dtype", "is_kernel"),
+    [
+        ((50_000,), 10_000, "float32", False),
+        ((2_000_000, 3), 300_000, "float32", False),
+        ((1_000_000,), 100_000, "int32", False),
+        ((1_000_000,), 123, "float32", True),
+        ((2**20, 256), 65_536, "float32", True),
+        ((60_000, 128), 11, "bfloat16", True),
+    ],
+)
+def test_sums_are_computed_by_what_is_predicted_to_be_faster(shape, segments, dtype, is_kernel):
+    structs = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:1], "int32")
+
+    def total(x, ids):
+        return jtk.segment_sum(x, ids, segments)
+
+    with jtk.gpu_target("H200"):
+        by_default = jtk.explain(total, *structs)[-1]
+        with jtk.policy("kernels"):
+            asked = jtk.explain(total, *structs)[-1]
+    assert bool(by_default.kernel) == is_kernel
+    assert asked.kernel
+    if not is_kernel:
+        fixed = "; its order of additions is not fixed" if dtype == "float32" else ""
+        assert by_default.reason == f"XLA's scatter is predicted to be faster{fixed}"

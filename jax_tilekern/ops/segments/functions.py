@@ -51,8 +51,9 @@ def segment_sum(
 ) -> Array:
     """Sum rows by segment, with the semantics of :func:`jax.ops.segment_sum`.
 
-    The order of additions is fixed, so results are the same at every call. Floats of 16 bits are
-    summed in float32 and rounded once.
+    Floats of 16 bits are summed in float32 and rounded once. On a GPU, XLA's scatter computes sums
+    where it is predicted to be faster, in no fixed order; ``policy("kernels")`` makes results the
+    same at every call.
 
     Parameters
     ----------

@@ -47,8 +47,7 @@ def take(
     """Take rows of a table, with the semantics of :func:`jax.numpy.take`.
 
     Rows are gathered by XLA, at the speed of memory. The gradient of the table is a
-    :func:`segment_sum` in place of a scatter: summed in float32 at least, in a fixed order, in one
-    pass over the table.
+    :func:`segment_sum`, which sums in float32 at least, by a kernel or by XLA's scatter.
 
     Parameters
     ----------
@@ -149,7 +148,7 @@ def scatter_add(
 ) -> Array:
     """Add rows to those of a table: ``a.at[indices].add(updates, mode=mode)``.
 
-    Sums are those of float32 at least, in a fixed order, and are rounded once.
+    Sums are those of float32 at least, and are rounded once.
 
     Parameters
     ----------

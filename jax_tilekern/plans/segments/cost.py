@@ -1,10 +1,12 @@
-"""The time of a reduction by kernels and by XLA's scatter, in microseconds on an H100.
+"""The time of a reduction by kernels and by XLA's scatter, in microseconds on a Hopper GPU.
 
-The numbers are measured (docs/tuning-log.md). They decide where the result does not depend on the
-order of reduction. Sums of floats always have a kernel, because its order is fixed.
+The numbers are measured (docs/tuning-log.md). They decide for all but products of floats and
+functions of edges.
 """
 
 from __future__ import annotations
+
+import math
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.segments.few_segments import FewSegments
@@ -17,20 +19,19 @@ from jax_tilekern.plans.segments.sorted_segments import SortedSegments
 _SCANNED, _FEW, _SORTED = 6.0, 12.0, 15.0
 # A sort: its launches, the launches of each digit after the first, and a million keys of a digit.
 _SORT, _DIGIT, _MILLION_KEYS = 9.0, 9.0, 30.0
-# XLA's scatter: its launch, the time of a million atomic operations, and the time of each atomic
-# operation on the same address. Operations of 8 and 16 bits are loops of compare-and-swap.
-_SCATTER = 2.0
-_MILLION_ATOMICS, _MILLION_LOOPS = 4.5, 12.0
-_SAME_FLOAT, _SAME_INTEGER, _SAME_LOOP = 0.02, 0.1, 0.5
+# XLA's scatter: its launch, the time of a million memory sectors that rows of atomic additions
+# touch, of a million atomic operations that are no additions of float32, and of each atomic
+# operation on the same address. Operations of 8 and 16 bits are loops of compare-and-swap; floats
+# of 16 bits are added in float32, and a pass rounds them.
+_SCATTER, _ROUNDING, _SECTOR_BYTES = 2.0, 2.0, 32
+_MILLION_SECTORS, _MILLION_ATOMICS, _MILLION_LOOPS = 11.0, 5.5, 17.0
+_SAME_FLOAT, _SAME_INTEGER, _SAME_LOOP = 0.02, 0.1, 4.0
 
 
 def kernel_microseconds(kernel: ScannedSegments | FewSegments | SortedSegments, gpu: Gpu) -> float:
     """Estimate the time of a kernel, with the sort that it needs."""
     r = kernel.reduction
-    moved = sum(x.dtype.itemsize for x in r.operands) * r.edges * r.columns
-    moved += r.batch * r.segments * r.columns * r.out_dtype.itemsize
-    rates = gpu.rates
-    memory = moved / rates.memory_bandwidth / rates.cycles_per_microsecond
+    memory = _memory_microseconds(r, gpu)
     if isinstance(kernel, ScannedSegments):
         return _SCANNED + memory
     if isinstance(kernel, FewSegments):
@@ -42,11 +43,24 @@ def kernel_microseconds(kernel: ScannedSegments | FewSegments | SortedSegments, 
     return _SORTED + sort + memory
 
 
-def xla_microseconds(reduction: SegmentReduction) -> float:
+def _memory_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
+    r, rates = reduction, gpu.rates
+    moved = sum(x.dtype.itemsize for x in r.operands) * r.edges * r.columns
+    moved += r.batch * r.segments * r.columns * r.out_dtype.itemsize
+    return moved / rates.memory_bandwidth / rates.cycles_per_microsecond
+
+
+def xla_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
     """Estimate the time of XLA's scatter for segments of equal length."""
     r = reduction
-    each, same = _MILLION_ATOMICS, _SAME_FLOAT if r.value.kind == "f" else _SAME_INTEGER
-    if r.out_dtype.itemsize < 4:
-        each, same = _MILLION_LOOPS, _SAME_LOOP
-    atomics = r.edges * r.columns / 1e6 * each
-    return _SCATTER + max(atomics, r.edges / (r.batch * r.segments) * same)
+    operations, rows = r.edges * r.columns / 1e6, r.edges / 1e6
+    on_an_address = r.edges / (r.batch * r.segments)
+    if r.value.itemsize < 4:
+        return _SCATTER + max(operations * _MILLION_LOOPS, on_an_address * _SAME_LOOP)
+    sectors = rows * math.ceil(r.columns * r.value.itemsize / _SECTOR_BYTES)
+    time = sectors * _MILLION_SECTORS + _memory_microseconds(r, gpu)
+    if (r.reduction, r.value.kind) != ("sum", "f"):
+        time = max(time, operations * _MILLION_ATOMICS)
+    same = _SAME_FLOAT if r.value.kind == "f" else _SAME_INTEGER
+    rounding = _ROUNDING if r.out_dtype != r.value else 0.0
+    return _SCATTER + rounding + max(time, on_an_address * same)

@@ -26,17 +26,24 @@ def plan_segments(reduction: SegmentReduction, gpu: Gpu) -> LaunchPlan | NoKerne
     Its operands end with the keys for an :func:`unsorted_kernel`, otherwise with the order and
     bounds.
     """
-    any_order = reduction.reduction in ("max", "min") or reduction.value.kind in "iu"
-    if any_order and reduction.text is None and current_policy() != "kernels":
+    # No time of XLA's products of floats is known.
+    is_known = reduction.text is None and (reduction.reduction, reduction.value.kind) != (
+        "prod",
+        "f",
+    )
+    if is_known and current_policy() != "kernels":
         ours, xla = predicted_microseconds(reduction, gpu)
         if xla < ours:
-            return NoKernel("XLA's scatter is as fast", PredictedUs(ours, xla))
+            why = "XLA's scatter is predicted to be faster"
+            if (reduction.reduction, reduction.value.kind) == ("sum", "f"):
+                why += "; its order of additions is not fixed"
+            return NoKernel(why, PredictedUs(ours, xla))
     return _kernel(reduction, gpu).plan(gpu)
 
 
 def predicted_microseconds(reduction: SegmentReduction, gpu: Gpu) -> tuple[float, float]:
     """Predict how long a kernel takes, with the sort that it needs, and XLA's scatter."""
-    return kernel_microseconds(_kernel(reduction, gpu), gpu), xla_microseconds(reduction)
+    return kernel_microseconds(_kernel(reduction, gpu), gpu), xla_microseconds(reduction, gpu)
 
 
 def _kernel(
