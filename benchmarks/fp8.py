@@ -30,6 +30,7 @@ from benchmarks.programs import (
     on_gpu,
     program_command,
     random_arrays,
+    relative,
 )
 from jax_tilekern.plans.quantize import BLOCK
 
@@ -76,19 +77,10 @@ def _operands(m: int, n: int, k: int) -> Arrays:
     return x, w, *quantized(x, w)
 
 
-def _relative(found: Mapping[str, Any], wanted: Any) -> Errors:
-    """Return the largest error of each, relative to the largest element."""
-    largest = float(np.abs(wanted).max())
-    return {
-        side: float(np.abs(np.asarray(y, np.float32) - wanted).max()) / largest
-        for side, y in found.items()
-    }
-
-
 def _product_errors(arguments: Arrays, results: Mapping[str, Any]) -> Errors:
     x, w = (np.asarray(a, np.float32) for a in arguments[:2])
     found = {side: y[-_CHECKED:] for side, y in results.items() if side != "XLA float8"}
-    return _relative(found, x[-_CHECKED:] @ w.T)
+    return relative(found, x[-_CHECKED:] @ w.T)
 
 
 def _products(big: bool) -> Iterator[Program]:
@@ -289,7 +281,7 @@ def _grouped_errors(arguments: Arrays, results: Mapping[str, Any]) -> Errors:
     """Return the largest error of the last group's last rows, relative to the largest element."""
     rows = slice(-min(_CHECKED, int(arguments[2][-1])), None)
     x, w = (np.asarray(a, np.float32) for a in (arguments[0][rows], arguments[1][-1]))
-    return _relative({side: y[rows] for side, y in results.items()}, x @ w)
+    return relative({side: y[rows] for side, y in results.items()}, x @ w)
 
 
 def _grouped(big: bool) -> Iterator[Program]:

@@ -27,10 +27,10 @@ from benchmarks.programs import (
     Errors,
     Program,
     Sides,
-    differences,
     on_gpu,
     program_command,
     random_arrays,
+    relative,
 )
 
 Struct = jax.ShapeDtypeStruct
@@ -73,7 +73,7 @@ def _fused(
         with jax.default_matmul_precision("highest"):
             exact = checked(sides["XLA"](*wide))
         found = {side: checked(result)[:_CHECKED] for side, result in results.items()}
-        return {k: x for k, x in differences((), {**found, "": exact}, peer="").items() if k}
+        return relative(found, exact)
 
     return Program(name, arguments, sides, errors, group)
 
@@ -188,15 +188,13 @@ def _errors_of(exact: Callable[[Any], Any]) -> Callable[..., Errors]:
 
     def errors(arguments: Arrays, results: Mapping[str, Any]) -> Errors:
         (x,) = (np.asarray(x.reshape(-1, *x.shape[-2:])[-1], np.float64) for x in arguments)
-        wanted = np.concatenate(exact(x))
 
         def parts(result: Any) -> Any:
             last = np.asarray(result.reshape(-1, *result.shape[-2:])[-1], np.float64)
             return np.concatenate([last[:_CHECKED], last[:, -_CHECKED:].T])
 
-        largest = np.abs(wanted).max()
-        found = {side: np.abs(parts(y) - wanted).max() for side, y in results.items()}
-        return {side: float(error / largest) for side, error in found.items()}
+        found = {side: parts(y) for side, y in results.items()}
+        return relative(found, np.concatenate(exact(x)))
 
     return errors
 

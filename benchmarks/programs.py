@@ -51,15 +51,21 @@ def random_arrays(*structs: Any, seed: int = 0) -> list[Any]:
     return [jax.random.normal(key, *pair) for key, pair in zip(keys, pairs, strict=True)]
 
 
-def differences(_: Arrays, results: Mapping[str, Any], peer: str = "XLA") -> Errors:
-    """Return the largest difference from a peer's first result, relative to its largest element.
+def relative(results: Mapping[str, Any], right: Any) -> Errors:
+    """Return the largest difference of each result from what is right, over its largest element."""
+    wide = np.asarray(right, np.float64)
+    largest = max(float(np.abs(wide).max()), 1e-30)
+    return {
+        side: float(np.abs(np.asarray(x, np.float64) - wide).max()) / largest
+        for side, x in results.items()
+    }
 
-    Without that peer it is the first other side.
-    """
-    first = {side: np.asarray(jax.tree.leaves(x)[0], np.float64) for side, x in results.items()}
-    right = first.get(peer, next(x for side, x in first.items() if side != "ours"))
-    largest = max(float(np.abs(right).max()), 1e-30)
-    return {side: float(np.abs(x - right).max()) / largest for side, x in first.items()}
+
+def differences(_: Arrays, results: Mapping[str, Any]) -> Errors:
+    """Return the errors of first results; XLA's is right, or else the first other side's."""
+    first = {side: jax.tree.leaves(x)[0] for side, x in results.items()}
+    other = next(x for side, x in first.items() if side != "ours")
+    return relative(first, first.get("XLA", other))
 
 
 @dataclass(frozen=True)

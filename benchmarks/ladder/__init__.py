@@ -173,10 +173,16 @@ def kernel(file: str, **settings: Any) -> jax_tilekern.CudaKernel:
     return jax_tilekern.cuda_kernel(SOURCES / file, **settings)
 
 
-def rung_of(file: str, name: str, cannot: Any = None, **settings: Any) -> Rung:
-    """Return the rung of a file's kernel, whose loads may be of 16 bytes."""
-    stages = (kernel(file, alignment=16, **settings),)
-    return Rung(name, stages, file, cannot or (lambda **_: None))
+def rung_of(
+    file: str, rung: str, cannot: Callable[..., str | None] | None = None, /,
+    before: tuple[Function, ...] = (), compute_capability: tuple[int, int] = (8, 0),
+    arithmetic: str | None = None, **settings: Any,
+) -> Rung:  # fmt: skip
+    """Return the rung of a file's kernel, whose loads may be of 16 bytes, and of stages before."""
+    stages: tuple[Function, ...] = (*before, kernel(file, alignment=16, **settings))
+    return Rung(
+        rung, stages, file, cannot or (lambda **_: None), None, compute_capability, arithmetic
+    )
 
 
 def blocks(size: int, of: int) -> int:

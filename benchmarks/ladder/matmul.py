@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 import jax_tilekern
-from benchmarks.ladder import Problem, Rung, Sizes, blocks, kernel, multiples
+from benchmarks.ladder import Problem, Rung, Sizes, blocks, multiples, rung_of
 from jax_tilekern import TensorMap
 from jax_tilekern.plans.gpu import current_gpu
 
@@ -40,20 +40,13 @@ def _rung(
     **settings: Any,
 ) -> Rung:  # fmt: skip
     """Return a rung of threads that load their operands themselves; a block computes a tile."""
-    arithmetic = settings.pop("arithmetic", None)
-    cannot = settings.pop("cannot", lambda **_: None)
-    product = kernel(
-        f"matmul/{file}",
+    return rung_of(
+        f"matmul/{file}", name, settings.pop("cannot", None),
+        before=(_with_zeros,) if "aliases" in settings else (),
         name=f"{entry}<{jax_tilekern.cxx_type(dtype)}>",
         out=lambda a, b, *_: jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype),
-        grid=lambda a, b, *_: _tiles(a, b, tile),
-        block=block,
-        scalars=_sizes,
-        alignment=16,
-        **settings,
-    )
-    stages = (_with_zeros, product) if "aliases" in settings else (product,)
-    return Rung(name, stages, f"matmul/{file}", cannot, arithmetic=arithmetic)
+        grid=lambda a, b, *_: _tiles(a, b, tile), block=block, scalars=_sizes, **settings,
+    )  # fmt: skip
 
 
 def _with_zeros(a: Array, b: Array) -> tuple[Array, ...]:
@@ -138,8 +131,11 @@ def _hopper_rung(
         operands = _matrix_map(0, a, (tile[0], 64)), _matrix_map(1, b, (64, 64))
         return (*operands, _matrix_map(2, out, (64, 64))) if subtiles else operands
 
-    product = kernel(
+    return rung_of(
         f"matmul/{file}",
+        name,
+        cannot,
+        compute_capability=(9, 0),
         out=lambda a, b: jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype),
         grid=grid,
         block=threads,
@@ -147,27 +143,26 @@ def _hopper_rung(
         tensor_maps=maps,
         # Barriers of 8 bytes: a full and an empty one for each stage, and two turns at most.
         shared_memory_bytes=128 * (stages * sum(tile) + 64 * subtiles) + 8 * (2 * stages + 2),
-        alignment=16,
     )
-    return Rung(name, (product,), f"matmul/{file}", cannot, compute_capability=(9, 0))
 
 
 def _bfloat16_rungs() -> tuple[Rung, ...]:
     """Return the rungs of bfloat16, each with one idea of Hopper more."""
     cannot = multiples(n=8, k=8)
-    mma_sync = kernel(
+    mma_sync = rung_of(
         "matmul/10_mma_sync.cu",
+        "mma.sync",
+        cannot,
         out=lambda a, b: jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype),
         grid=lambda a, b: _tiles(a, b, (128, 128)),
         block=256,
         scalars=_sizes,
         # Three stages of 128x64 and 64x128, rows padded by 16 bytes.
         shared_memory_bytes=3 * 2 * (128 * 72 + 64 * 136),
-        alignment=16,
     )
     hopper = partial(_hopper_rung, cannot=cannot)
     return (
-        Rung("mma.sync", (mma_sync,), "matmul/10_mma_sync.cu", cannot),
+        mma_sync,
         hopper("TMA", "11_tma.cu", 256, (128, 128), 3),
         hopper("wgmma", "12_wgmma.cu", 256, (128, 256), 4),
         hopper("producer warp", "13_producer_warp.cu", 384, (128, 256), 4),

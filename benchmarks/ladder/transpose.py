@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern
-from benchmarks.ladder import Problem, Rung, Sizes, blocks, kernel, multiples
+from benchmarks.ladder import Problem, Rung, Sizes, blocks, multiples, rung_of
 from jax_tilekern import TensorMap
 
 RANKS = (2,)
@@ -21,29 +21,24 @@ Block = tuple[int, int]
 
 def _rung(
     name: str, file: str, entry: str, block: Block, tile: Block, *, along_reads: bool = True,
-    cannot: Callable[..., str | None] = lambda **_: None,
+    cannot: Callable[..., str | None] | None = None,
 ) -> Rung:  # fmt: skip
     """Return a rung whose blocks of (x, y) threads move tiles of (x, y) elements each.
 
     Blocks and tiles have their x along the columns of the operand, or along its rows if not
     ``along_reads``.
     """
-    source = f"transpose/{file}"
 
     def grid(x: Any) -> Block:
         along, across = x.shape[::-1] if along_reads else x.shape
         return blocks(along, tile[0]), blocks(across, tile[1])
 
-    transpose = kernel(
-        source,
-        name=entry,
+    return rung_of(
+        f"transpose/{file}", name, cannot, name=entry,
         out=lambda x: jax.ShapeDtypeStruct(x.shape[::-1], x.dtype),
-        grid=grid,
-        block=block,
+        grid=grid, block=block,
         scalars=lambda x: (np.int32(x.shape[0]), np.int32(x.shape[1])),
-        alignment=16,
-    )
-    return Rung(name, (transpose,), source, cannot)
+    )  # fmt: skip
 
 
 def _small(most: int) -> Callable[..., str | None]:
@@ -128,22 +123,12 @@ def _boxes(x: Any) -> tuple[TensorMap, TensorMap]:
     return of(0, rows, columns), of(1, columns, rows)
 
 
-_TMA = Rung(
-    "TMA",
-    (
-        kernel(
-            "transpose/09_tma.cu",
-            out=lambda x: jax.ShapeDtypeStruct(x.shape[::-1], x.dtype),
-            grid=lambda x: (blocks(x.shape[1], 32), blocks(x.shape[0], 32)),
-            block=64,
-            tensor_maps=_boxes,
-            alignment=16,
-        ),
-    ),
-    "transpose/09_tma.cu",
-    multiples(rows=4, columns=4),
-    compute_capability=(9, 0),
-)
+_TMA = rung_of(
+    "transpose/09_tma.cu", "TMA", multiples(rows=4, columns=4), compute_capability=(9, 0),
+    out=lambda x: jax.ShapeDtypeStruct(x.shape[::-1], x.dtype),
+    grid=lambda x: (blocks(x.shape[1], 32), blocks(x.shape[0], 32)),
+    block=64, tensor_maps=_boxes,
+)  # fmt: skip
 
 _RUNGS = (
     _rung("serial", "01_serial.cu", "serial", (1, 1), _EVERYTHING, cannot=_small(1 << 20)),
