@@ -27,5 +27,5 @@ NOT_OPERATIONS = {
     "KernelReport", "NoGpu", "Routing", "SegmentPlan", "TensorMap", "checkpoint_policies",
     "cost_analysis", "cxx_type", "explain", "export_checks", "gpu_target", "linalg", "out_of_core",
     "policy", "strict", "tune", "tuning", "linalg.SlogdetResult", "out_of_core.Plan",
-    "out_of_core.Progress", "out_of_core.plan",
+    "out_of_core.plan",
 }  # fmt: skip

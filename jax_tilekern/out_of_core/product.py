@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
-import itertools
 import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,52 +19,33 @@ from jax.typing import DTypeLike
 from jax_tilekern.ops.matmul import matmul as device_matmul
 from jax_tilekern.out_of_core import traced
 from jax_tilekern.out_of_core.blocks import Place, Plan, WholeProduct, choose_plan
-from jax_tilekern.tuning.wall_time import wall_seconds
 
 # The part of the free memory to use; other programs and fragmentation need the rest.
 _FREE_SHARE, _HOST_SHARE = 0.8, 0.25
-# Chunks of what a device receives while a product runs. A thread copies each, because one thread is
-# slower than the bus.
+# Chunks of what the device receives while a product runs. A thread copies each, because one thread
+# is slower than the bus.
 _CHUNKS = 16
-_MEASURED_BYTES = 256 << 20
-
-
-class Progress(NamedTuple):
-    """Blocks of the result, the operands' bytes that devices have, seconds, and the plan."""
-
-    done: int
-    total: int
-    read_bytes: int
-    seconds: float
-    plan: Plan
 
 
 def plan(
     a: Any, b: Any, *, memory_limit: int | None = None, precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the blocks of a product by :func:`matmul`, the bytes it would read, and the time.
+    """Return the blocks of a product by :func:`matmul`, and the bytes it would read.
 
-    Parameters are those of :func:`matmul`. The rates of the device are measured once per type,
-    which takes about a second.
+    Parameters are those of :func:`matmul`.
     """
     problem = _problem(a, b, precision, preferred_element_type)
-    found = _plan(problem, memory_limit)
-    operations, bytes_in, bytes_out = _rates(problem.lhs, problem.rhs, problem.sums, precision)
-    # The devices share the bus.
-    of_bus = max(found.read_bytes / bytes_in, found.write_bytes / bytes_out)
-    seconds = max(found.operations / operations / found.devices, of_bus)
-    return dataclasses.replace(found, seconds=seconds)
+    return choose_plan(problem, _free_bytes() if memory_limit is None else memory_limit)
 
 
 def matmul(
     a: Any, b: Any, *, out: Any = None, memory_limit: int | None = None,
     precision: lax.PrecisionLike = None, preferred_element_type: DTypeLike | None = None,
-    progress: Callable[[Progress], None] | bool | None = None,
 ) -> Any:  # fmt: skip
     """Product of two matrices that may exceed the memory of a device, or of the host.
 
-    The local devices of JAX's default backend compute the blocks of :func:`plan`, while the next
+    The first device of JAX's default backend computes the blocks of :func:`plan`, while the next
     ones are read and copied there, and results copied back. Products of blocks are added in the
     order of ``k``, in float32 for 16-bit and 8-bit floats, and rounded to the result's type once.
     So the same call gives the same bits, and integers are exact modulo their type.
@@ -85,16 +61,12 @@ def matmul(
         anything with ``shape``, ``dtype`` and slices, such as an array of zarr or h5py.
     out
         The destination, of shape ``(m, n)`` and the result's type, and assignable by slices; by
-        default a new NumPy array. The space of a ``numpy.memmap`` is allocated before the start.
+        default a new NumPy array.
     memory_limit
-        Bytes to use on each device; by default most of the free memory, and required inside
+        Bytes to use on the device; by default most of the free memory, and required inside
         ``jit``.
     precision, preferred_element_type
         As of :func:`jax_tilekern.matmul`.
-    progress
-        ``True`` prints the plan and the number of completed blocks. A function is called with a
-        :class:`Progress` before the first block of the result and after each, from one thread at a
-        time.
 
     Returns
     -------
@@ -106,24 +78,14 @@ def matmul(
     ------
     ValueError
         If operands are not matrices of shapes that fit, ``memory_limit`` is too small or missing
-        inside ``jit``, or ``out`` or ``progress`` is given there.
+        inside ``jit``, or ``out`` is given there.
     TypeError
         If an operand or ``out`` is not an array of a type that fits, or of JAX inside ``jit``.
-    OSError
-        If there is no space for the result.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from jax_tilekern import out_of_core
-    >>> a, b = np.ones((300, 200), np.float32), np.ones((200, 400), np.float32)
-    >>> out_of_core.matmul(a, b, memory_limit=1_000_000)[:2, 0]
-    array([200., 200.], dtype=float32)
     """
     problem = _problem(a, b, precision, preferred_element_type)
     if any(isinstance(x, jax.core.Tracer) for x in (a, b)):
-        if out is not None or progress:
-            raise ValueError("out and progress are for calls outside of jit")
+        if out is not None:
+            raise ValueError("out is for calls outside of jit")
         return traced.matmul(a, b, problem, memory_limit, precision)
     shape = problem.m, problem.n
     out = np.empty(shape, problem.out) if out is None else out
@@ -135,143 +97,98 @@ def matmul(
     if 0 in (*shape, problem.k):
         out[:] = 0
         return out
-    found = _plan(problem, memory_limit)
-    if isinstance(out, np.memmap) and out.filename and hasattr(os, "posix_fallocate"):
-        # A page without space on the disk would kill the process.
-        with open(out.filename, "rb+") as file:
-            os.posix_fallocate(file.fileno(), out.offset, out.nbytes)
-    if progress is True:
-        print(found, file=sys.stderr)
-        progress = _print
-    _Run(a, b, out, found, precision, progress or None).run()
+    found = choose_plan(problem, _free_bytes() if memory_limit is None else memory_limit)
+    with ThreadPoolExecutor(_CHUNKS) as threads:
+        _compute({"lhs": a, "rhs": b}, out, found, precision, threads)
     return out
 
 
-def _print(x: Progress) -> None:
-    end = "\n" if x.done == x.total else ""
-    text = f"\r{x.done} of {x.total} blocks, {x.seconds:.0f} s"
-    print(text, end=end, file=sys.stderr, flush=True)
+def _compute(
+    operands: Mapping[str, Any],
+    out: Any,
+    plan: Plan,
+    precision: lax.PrecisionLike,
+    threads: ThreadPoolExecutor,
+) -> None:
+    problem, device = plan.problem, jax.local_devices()[0]
+    chunks = _chunks(operands, plan, device, threads)
+    held: dict[str, Array] = {}
+    total: Array | None = None
+    written: list[Future[None]] = []
+    # A device without asynchronous copies would otherwise be given every product at once.
+    ended: Array | None = None
+    for place, reads, is_last in plan.steps():
+        for name, part in reads.items():
+            held.pop(name, None)
+            shape = tuple(x.stop - x.start for x in part)
+            held[name] = jnp.empty(shape, getattr(problem, name), device=device)
+            start = 0
+            while start < shape[0]:
+                # Page-locked memory would otherwise have no bound.
+                rows = jax.block_until_ready(next(chunks).result())
+                held[name] = _placed(held[name], rows, start)
+                start += len(rows)
+                del rows
+        before = ended
+        total, ended = _added(total, held["lhs"], held["rhs"], precision, problem.sums)
+        if is_last:
+            # NumPy reads page-locked memory without another copy.
+            there = SingleDeviceSharding(device, memory_kind="pinned_host")
+            result = jax.device_put(total.astype(problem.out), there)
+            total = None
+            if written:
+                written.pop().result()
+            written.append(threads.submit(_write, out, place, result, threads))
+            del result
+        jax.block_until_ready(before)
+    written.pop().result()
 
 
-@dataclasses.dataclass
-class _Run:
-    """A product, and what its devices and threads share."""
+def _chunks(
+    operands: Mapping[str, Any], plan: Plan, device: jax.Device, threads: ThreadPoolExecutor
+) -> Iterator[Future[Array]]:
+    """Yield rows of the blocks that are read, when the next ones are on their way.
 
-    a: Any
-    b: Any
-    out: Any
-    plan: Plan
-    precision: lax.PrecisionLike
-    progress: Callable[[Progress], None] | None
-
-    def run(self) -> None:
-        """Compute the result."""
-        self.lock, self.start = threading.Lock(), time.perf_counter()
-        self.done = self.read_bytes = 0
-        self.x64 = jax.config.x64_enabled
-        self._report()
-        devices = jax.local_devices()[: self.plan.devices]
-        with ThreadPoolExecutor(_CHUNKS * len(devices)) as self.threads:
-            # No call waits for a product, so that every device has one.
-            turns = itertools.zip_longest(*map(self._on_device, range(len(devices)), devices))
-            collections.deque(turns, maxlen=0)
-
-    def _on_device(self, number: int, device: jax.Device) -> Iterator[None]:
-        """Compute a device's blocks; yield whenever another device may get its turn."""
-        problem, chunks = self.plan.problem, self._chunks(number, device)
-        held: dict[str, Array] = {}
-        total: Array | None = None
-        written: list[Future[None]] = []
-        # A device without asynchronous copies would otherwise be given every product at once.
-        marks: list[Array] = []
-        for step in self.plan.steps(number):
-            for name, part in step.reads.items():
-                held.pop(name, None)
-                shape = tuple(x.stop - x.start for x in part)
-                held[name] = jnp.empty(shape, problem.types[name], device=device)
-                start = 0
-                while start < shape[0]:
-                    # Page-locked memory would otherwise have no bound.
-                    rows = jax.block_until_ready(next(chunks).result())
-                    held[name] = _placed(held[name], rows, start)
-                    start += len(rows)
-                    self.read_bytes += rows.nbytes
-                    del rows
-                    yield
-            total, mark = _added(total, held["a"], held["b"], self.precision, problem.sums)
-            marks.append(mark)
-            if step.is_last:
-                result = _to_host(_rounded(total, problem.out), device)
-                total = None
-                if written:
-                    written.pop().result()
-                written.append(self.threads.submit(self._write, step.place, result))
-                del result
-            if len(marks) > 1:
-                jax.block_until_ready(marks.pop(0))
-            yield
-        written.pop().result()
-
-    def _chunks(self, number: int, device: jax.Device) -> Iterator[Future[Array]]:
-        """Yield rows of the blocks that a device reads, when the next ones are on their way.
-
-        XLA starts a copy after the programs that were dispatched before it, which may use its
-        memory, so a copy overlaps with a product only if it was dispatched first.
-        """
-        coming: collections.deque[Future[Array]] = collections.deque()
-        for step in self.plan.steps(number):
-            for name, (rows, columns) in step.reads.items():
-                row_bytes = (columns.stop - columns.start) * self.plan.problem.types[name].itemsize
-                count = max(1, self.plan.ahead_bytes // _CHUNKS // row_bytes)
-                for start in range(rows.start, rows.stop, count):
-                    part = slice(start, min(start + count, rows.stop)), columns
-                    coming.append(self.threads.submit(self._read, name, part, device))
-                    # Two further chunks are being written to their places.
-                    if len(coming) > _CHUNKS - 3:
-                        yield coming.popleft()
-        while coming:
-            yield coming.popleft()
-
-    def _read(self, name: str, part: Place, device: jax.Device) -> Array:
-        source = self.a if name == "a" else self.b
-        rows = np.asarray(source[part], self.plan.problem.types[name])
-        # A setting of the calling thread.
-        with jax.enable_x64(self.x64):
-            return _to_device(rows, device)
-
-    def _write(self, place: Place, result: Array) -> None:
-        """Store a block of the result and report progress."""
-        block = np.asarray(result)
-        with self.lock:
-            if isinstance(self.out, np.ndarray):
-                parts = (np.array_split(x, _CHUNKS) for x in (self.out[place], block))
-                list(self.threads.map(np.copyto, *parts))
-            else:
-                self.out[place] = block
-            self.done += 1
-            self._report()
-
-    def _report(self) -> None:
-        if self.progress is not None:
-            rows, columns, _ = self.plan.grid
-            seconds = time.perf_counter() - self.start
-            self.progress(Progress(self.done, rows * columns, self.read_bytes, seconds, self.plan))
+    XLA starts a copy after the programs that were dispatched before it, which may use its memory,
+    so a copy overlaps with a product only if it was dispatched first.
+    """
+    coming: collections.deque[Future[Array]] = collections.deque()
+    x64 = jax.config.x64_enabled
+    for _, reads, _ in plan.steps():
+        for name, (rows, columns) in reads.items():
+            dtype = getattr(plan.problem, name)
+            row_bytes = (columns.stop - columns.start) * dtype.itemsize
+            count = max(1, plan.ahead_bytes // _CHUNKS // row_bytes)
+            for start in range(rows.start, rows.stop, count):
+                part = slice(start, min(start + count, rows.stop)), columns
+                coming.append(threads.submit(_read, operands[name], part, dtype, device, x64))
+                # Two further chunks are being written to their places.
+                if len(coming) > _CHUNKS - 3:
+                    yield coming.popleft()
+    yield from coming
 
 
-def _to_host(x: Any, device: jax.Device) -> Array:
-    """Copy to page-locked memory, where NumPy reads it without another copy."""
-    result: Array = jax.device_put(x, SingleDeviceSharding(device, memory_kind="pinned_host"))
-    return result
-
-
-def _to_device(x: np.ndarray[Any, Any], device: jax.Device) -> Array:
-    """Copy to a device through page-locked memory.
+def _read(source: Any, part: Place, dtype: np.dtype[Any], device: jax.Device, x64: bool) -> Array:
+    """Copy part of an operand to a device through page-locked memory.
 
     XLA copies other memory to a GPU in two steps that do not overlap: one thread fills a
     page-locked buffer, and then the GPU reads it. Here each chunk is copied by a thread of XLA's.
     """
-    result: Array = jax.device_put(_to_host(x, device), SingleDeviceSharding(device))
+    # The setting is the calling thread's.
+    with jax.enable_x64(x64):
+        rows = np.asarray(source[part], dtype)
+        there = jax.device_put(rows, SingleDeviceSharding(device, memory_kind="pinned_host"))
+        result: Array = jax.device_put(there, SingleDeviceSharding(device))
     return result
+
+
+def _write(out: Any, place: Place, result: Array, threads: ThreadPoolExecutor) -> None:
+    block = np.asarray(result)
+    if isinstance(out, np.ndarray):
+        parts = (np.array_split(x, _CHUNKS) for x in (out[place], block))
+        list(threads.map(np.copyto, *parts))
+    else:
+        out[place] = block
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -287,11 +204,6 @@ def _added(
     product = device_matmul(lhs, rhs, precision=precision, preferred_element_type=sums)
     total = product if total is None else total + product
     return total, total[0, 0]
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _rounded(total: Array, dtype: np.dtype[Any]) -> Array:
-    return total.astype(dtype)
 
 
 def _problem(
@@ -315,34 +227,9 @@ def _problem(
     return WholeProduct(m, n, k, lhs, rhs, out, np.dtype(np.float32) if narrow else out)
 
 
-def _plan(problem: WholeProduct, limit: int | None) -> Plan:
-    devices = jax.local_devices()
-    limit = min(map(_free_bytes, devices)) if limit is None else limit
-    return choose_plan(problem, limit, len(devices))
-
-
-def _free_bytes(device: jax.Device) -> int:
+def _free_bytes() -> int:
+    device = jax.local_devices()[0]
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(_FREE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(_HOST_SHARE * host / jax.local_device_count())
-
-
-@functools.lru_cache(maxsize=64)
-def _rates(
-    lhs: np.dtype[Any], rhs: np.dtype[Any], sums: np.dtype[Any], precision: lax.PrecisionLike
-) -> tuple[float, ...]:
-    """Measure operations, and bytes to and from the first device, per second."""
-    device = jax.local_devices()[0]
-    size = 4096 if device.platform == "gpu" else 512
-    x, y = (jnp.zeros((size, size), dtype, device=device) for dtype in (lhs, rhs))
-    # Pages that were never written would all be one page, which stays in the caches.
-    parts = np.array_split(np.ones(_MEASURED_BYTES, np.uint8), _CHUNKS)
-    there = [_to_device(part, device) for part in parts]
-    runs: list[tuple[int, Callable[[], Any]]] = [
-        (2 * size**3, lambda: _added(None, x, y, precision, sums)),
-        (_MEASURED_BYTES, lambda: [_to_device(part, device) for part in parts]),
-        (_MEASURED_BYTES, lambda: [_to_host(part, device) for part in there]),
-    ]
-    return tuple(work / min(wall_seconds(run) for _ in range(3)) for work, run in runs)
+    return int(_HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

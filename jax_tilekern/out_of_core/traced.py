@@ -20,17 +20,13 @@ from jax_tilekern.ops.matmul import dot_general
 from jax_tilekern.out_of_core.blocks import WholeProduct, choose_plan
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-# The contracted dimension of each operand.
-_Axes = tuple[int, int]
+_Axes = tuple[int, int]  # the contracted dimension of each operand
 
 
 def matmul(a: Any, b: Any, problem: WholeProduct, limit: int | None, precision: Any) -> Array:
     """Return the product, in host memory, of matrices of which either may be there."""
     if limit is None:
-        raise ValueError(
-            "inside jit a call needs a memory_limit: the memory that will be free when the program "
-            "runs is not known"
-        )
+        raise ValueError("inside jit a call needs a memory_limit: pass the bytes that it may use")
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, Array):
             raise TypeError(
@@ -60,13 +56,13 @@ def _contract(a: Array, b: Array, settings: tuple[WholeProduct, int, Any], axes:
         # The last block begins early enough to be whole, and computes some elements again.
         return jnp.minimum(jnp.int32(index) * extent, size - extent)
 
-    def of_a(i: Any) -> Array:
-        part = lax.dynamic_slice_in_dim(a, start(i, plan.rows, m), plan.rows, 1 - axes[0])
+    def block(x: Array, index: Any, extent: int, axis: int) -> Array:
+        place = start(index, extent, x.shape[axis])
+        part = lax.dynamic_slice_in_dim(x, place, extent, axis)
         return jax.device_put(part, _DEVICE)  # type: ignore[no-any-return]
 
-    def of_b(j: Any) -> Array:
-        part = lax.dynamic_slice_in_dim(b, start(j, plan.columns, n), plan.columns, 1 - axes[1])
-        return jax.device_put(part, _DEVICE)  # type: ignore[no-any-return]
+    of_a = functools.partial(block, a, extent=plan.rows, axis=1 - axes[0])
+    of_b = functools.partial(block, b, extent=plan.columns, axis=1 - axes[1])
 
     def written(result: Array, strip: Array, i: Any) -> Array:
         place = start(i, plan.rows, m), zero
@@ -79,9 +75,9 @@ def _contract(a: Array, b: Array, settings: tuple[WholeProduct, int, Any], axes:
             y, strip = carry
             next_y = of_b(jnp.where(j + 1 < columns, j + 1, 0))
             numbers = ((axes[:1], axes[1:]), ((), ()))
-            block = dot_general(x, y, numbers, precision, problem.sums).astype(problem.out)
+            product = dot_general(x, y, numbers, precision, problem.sums).astype(problem.out)
             place = zero, start(j, plan.columns, n)
-            return next_y, lax.dynamic_update_slice(strip, block, place)
+            return next_y, lax.dynamic_update_slice(strip, product, place)
 
         # Before there is a strip, zeros are copied, and replaced later.
         result = written(result, before, jnp.maximum(i - 1, 0))
