@@ -1,6 +1,8 @@
 """A product of operands larger than the memory that it may use.
 
     python -m benchmarks out_of_core --size 65536 --limit-gib 8 --json FILE
+
+The two times are of the first call, which compiles, and of the second one.
 """
 
 import argparse
