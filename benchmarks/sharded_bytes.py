@@ -35,9 +35,10 @@ HELP = "compare the bytes of collectives with JAX's, of programs with random sha
 SLACK = 1.05
 MESH = {"d": 2, "m": 4}
 _LARGEST_ERROR = 1e-3
-OPERATIONS = ("matmul", "einsum", "dot_general", "linalg.solve", "linalg.solve_triangular")
-# Sizes are up to eight times this.
-_SCALE = 16
+# By operation, an eighth of the largest sizes. Kernels solve systems of small matrices.
+OPERATIONS = {
+    "matmul": 16, "einsum": 16, "dot_general": 16, "linalg.solve": 2, "linalg.solve_triangular": 2
+}  # fmt: skip
 
 # What a compiled program of several devices communicates.
 
@@ -151,7 +152,7 @@ def drawn(operation: str, seed: int, count: int) -> Iterator[Program]:
     """Yield calls of an operation, each forward and with its gradients."""
     for index in range(count):
         rng = np.random.default_rng([seed, index, *operation.encode()])
-        draw: Any = Draw(rng, F32, scale=_SCALE)
+        draw: Any = Draw(rng, F32, scale=OPERATIONS[operation])
         call = DESCRIPTIONS[operation].draw(draw)
         operands = [draw.value(x, special=False) for x in call.operands]
         specs = tuple(_random_spec(rng, x.shape) for x in operands)
@@ -214,7 +215,9 @@ class Compared(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--operation", choices=OPERATIONS, action="append", help="only this one")
+    parser.add_argument(
+        "--operation", choices=tuple(OPERATIONS), action="append", help="only this one"
+    )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument(
         "--count", type=int, default=100, help="programs of an operation (default: %(default)s)"
