@@ -187,6 +187,12 @@ CALLS = {
         (lambda f: f(X, W, SHARES), r"labels must be integers.*labels float32\[4, 1\]"),
         (lambda f: f(X, W, IDS[:2]), r"labels must have the shape of h .*labels int32\[2\]"),
         (lambda f: f(X, W, IDS, bias=X), r"the shape of bias must be \(8,\)"),
+        (
+            lambda f: f(X, W, IDS, bias=1j * W[0]),
+            r"bias must have a floating.* bias complex64\[8\]",
+        ),
+        (lambda f: f(X, W[:, :0], IDS), "at least one column"),
+        (lambda f: f(X, W, IDS, softcap=0), r"softcap is 0\.0"),
         (lambda f: f(X, W, IDS, reduction="foo"), "reduction is 'foo'; it is 'mean', 'sum' or"),
         (lambda f: f(X, W, IDS, label_smoothing=2), r"label_smoothing is 2\.0"),
         (lambda f: f("text", W, IDS), "requires ndarray or scalar arguments"),

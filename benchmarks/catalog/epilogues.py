@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,40 +95,51 @@ def gated_linear(draw: Draw, name: str) -> Call:
 
 
 def linear_cross_entropy(draw: Draw, name: str) -> Call:
-    """Draw labels of rows."""
+    """Draw labels of rows, and perhaps every option."""
     sizes = draw.sizes("mdv")
     rows, depth, columns = (max(1, sizes[x]) for x in "mdv")
-    types = [draw.type(F32, BF16)] * 2
+    types = [draw.type(F32, BF16, F16)] * 3
     labels = draw.rng.integers(0, columns, rows).astype(np.int32)
-    operands = (
+    operands: tuple[Any, ...] = (
         draw.operand((rows, depth), types[0]),
         draw.operand((depth, columns), types[1]),
         draw.given(labels),
     )
-    reduction = "mean" if name.endswith("mean") else "none"
+    options: dict[str, Any] = {"reduction": "mean" if name.endswith("mean") else "none"}
+    if name.endswith("options"):
+        operands = *operands, draw.operand((columns,), types[2])
+        options = {
+            "reduction": "sum", "z_loss": 0.01, "label_smoothing": 0.1, "softcap": 5.0,
+            "ignore_index": int(labels[0]),
+        }  # fmt: skip
 
-    def errors(result, h, w, _):
+    def call(m, h, w, labels, bias=None):
+        return m.linear_cross_entropy(h, w, labels, bias=bias, **options)
+
+    def errors(result, h, w, _, bias=None):
         y, magnitude, terms = einsum("md,dv->mv", wide(h), wide(w))
         share = (terms + 1) * 2.0**-24 + operand_rounding(types, None)
+        if bias is not None:
+            with jax.enable_x64(True):
+                expected = np.asarray(call(ORACLES, wide(h), wide(w), labels, wide(bias)))
+            magnitude = magnitude + np.abs(wide(bias))
+            # Twice for the smoothing and the z-loss, whose derivative is 0.02 lse.
+            slack = 4 * share * magnitude.max(1) + (columns + 16) * 2.0**-22 * (
+                8 + magnitude.max(1)
+            )
+            return [compared(result, expected, slack.sum())]
         top = y.max(1)
         lse = top + np.log(np.exp(y - top[:, None]).sum(1))
         slack = 2 * share * magnitude.max(1) + (columns + 16) * 2.0**-24 * (
             1 + np.abs(lse) + np.abs(top)
         )
         losses = lse - y[np.arange(rows), labels]
-        if reduction == "mean":
+        if options["reduction"] == "mean":
             slack = slack.mean() + (rows + 1) * 2.0**-24 * np.abs(losses).mean()
             losses = losses.mean()
         return [compared(result, losses, slack)]
 
-    return Call(
-        name,
-        "",
-        operands,
-        lambda m, h, w, labels: m.linear_cross_entropy(h, w, labels, reduction=reduction),
-        errors,
-        is_plain=False,
-    )
+    return Call(name, "", operands, call, errors, is_plain=False)
 
 
 _ROWS = {
@@ -173,7 +185,11 @@ DESCRIPTIONS = [
     *describe(layer, *_LAYERS),
     *describe(gated_linear, "gated_linear"),
     *describe(
-        linear_cross_entropy, "linear_cross_entropy", "linear_cross_entropy, mean", own_types=True
+        linear_cross_entropy,
+        "linear_cross_entropy",
+        "linear_cross_entropy, mean",
+        "linear_cross_entropy, options",
+        own_types=True,
     ),
     *describe(row_reduction, *_ROWS, own_types=True),
 ]

@@ -44,11 +44,19 @@ def _gated_linear(x: Any, gate: Any, up: Any) -> Any:
     return jax.nn.silu(x @ gate) * (x @ up)
 
 
-def _linear_cross_entropy(h: Any, w: Any, labels: Any, *, reduction: str) -> Any:
-    y = h @ w
-    labelled = jnp.take_along_axis(y, jnp.asarray(labels)[:, None], 1)[:, 0]
-    losses = jax.nn.logsumexp(y, 1) - labelled
-    return losses.mean() if reduction == "mean" else losses
+def _linear_cross_entropy(
+    h: Any, w: Any, labels: Any, *, bias: Any = None, reduction: str = "mean", z_loss: float = 0.0,
+    label_smoothing: float = 0.0, softcap: float | None = None, ignore_index: int | None = None,
+) -> Any:  # fmt: skip
+    y = h @ w if bias is None else h @ w + bias
+    y = y if softcap is None else softcap * jnp.tanh(y / softcap)
+    lse, at_label = jax.nn.logsumexp(y, 1), jnp.take_along_axis(y, jnp.asarray(labels)[:, None], 1)
+    losses = lse - (1 - label_smoothing) * at_label[:, 0] - label_smoothing * y.mean(1)
+    counted = jnp.ones_like(lse, bool) if ignore_index is None else labels != ignore_index
+    losses = jnp.where(counted, losses + z_loss * lse**2, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / jnp.maximum(1, counted.sum()) if reduction == "mean" else losses.sum()
 
 
 def _ragged_dot(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -41,77 +42,122 @@ class Options(NamedTuple):
     chunk_bytes: int
 
 
-class Lowering(NamedTuple):
-    """What is known of a call when it is lowered.
-
-    Attributes
-    ----------
-    w
-        The dimensions of ``w`` as it lies in memory: ``"vd"`` if it has a row for each label.
-    reduces_rows
-        Whether kernels reduce the rows of a product in their epilogues.
-    """
-
-    w: str
-    reduces_rows: bool
-
-    def oriented(self, w: Array) -> Array:
-        """Return ``w`` of shape ``(d, v)`` as it lies in memory, or the reverse."""
-        return w.T if self.w == "vd" else w
-
-
 def statistics_type(h: Any, w: Any) -> np.dtype[Any]:
     """Return the type of logits and statistics."""
     return np.dtype(jnp.promote_types(jnp.promote_types(h.dtype, w.dtype), jnp.float32))
 
 
-def logit(accumulator: Array, bias: Array, softcap: float | None) -> Array:
-    """Return the logit of an accumulator of ``h @ w``."""
-    raw = accumulator + bias.astype(accumulator.dtype)
-    return raw if softcap is None else softcap * jnp.tanh(raw / softcap)
+def row_losses(
+    options: Options, weights: Array, lse: Array, label_logit: Array, *logit_sum: Array
+) -> Array:
+    """Return the weighted loss of each row from its statistics, 0 where the weight is 0.
 
-
-def slope(value: Array, softcap: float | None) -> Array | float:
-    """Return the derivative of a logit with respect to what the softcap bounds."""
-    return 1.0 if softcap is None else 1 - (value / softcap) ** 2
-
-
-def row_losses(options: Options, lse: Array, at_label: Array, *total: Array) -> Array:
-    """Return the loss of each row from its statistics; the last one is of smoothed labels alone."""
-    losses = lse - (1 - options.label_smoothing) * at_label
-    for x in total:
-        losses -= options.label_smoothing / options.columns * x
-    return losses + options.z_loss * lse**2 if options.z_loss else losses
-
-
-def product(
-    dims: str,
-    lhs: Array,
-    rhs: Array,
-    epilogue: Callable[..., Any],
-    operands: Sequence[Array] = (),
-    *,
-    precision: Any,
-    in_place: Sequence[tuple[int, int]] = (),
-) -> Any:
-    """Return ``epilogue(accumulator, *operands)`` of each element of ``einsum(dims, lhs, rhs)``.
-
-    The dimensions are rows, features ``d`` and the vocabulary ``v``.
+    The sum of the logits is a statistic of smoothed labels alone.
     """
-    of_lhs, of_rhs, of_out = re.split(",|->", dims)
-    labels = [tuple(map("rdv".index, x)) for x in (of_lhs, of_rhs, of_out)]
-    sizes = dict(zip(of_lhs + of_rhs, lhs.shape + rhs.shape, strict=True))
-    return contract_with_epilogue(
-        lhs,
-        rhs,
-        contraction=Contraction(labels[0], labels[1], labels[2]),
-        precision=precision,
-        product=statistics_type(lhs, rhs),
-        shape=[sizes[dim] for dim in of_out],
-        epilogue=epilogue,
-        operands=operands,
-        in_place=tuple(in_place),
-    )
+    losses = lse - (1 - options.label_smoothing) * label_logit
+    for x in logit_sum:
+        losses -= options.label_smoothing / options.columns * x
+    if options.z_loss:
+        losses += options.z_loss * lse**2
+    return jnp.where(weights == 0, 0, weights * losses)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The layer ``h @ w + bias`` when it is lowered, and the products of chunks of its operands.
+
+    Attributes
+    ----------
+    h, w, bias, options
+        Those of the call.
+    w_dims
+        The dimensions of ``w`` as it lies in memory: ``"vd"`` if it has a row for each label.
+    reduces_rows
+        Whether kernels reduce the rows of a product in their epilogues.
+    """
+
+    h: Array
+    w: Array
+    bias: Array
+    options: Options
+    w_dims: str
+    reduces_rows: bool
+
+    @property
+    def rows(self) -> Array:
+        """``h`` as a matrix."""
+        return self.h.reshape(-1, self.h.shape[-1])
+
+    @property
+    def table(self) -> Array:
+        """``w`` as it lies in memory."""
+        return self._oriented(self.w)
+
+    @property
+    def wide(self) -> np.dtype[Any]:
+        """The type of logits and statistics."""
+        return statistics_type(self.h, self.w)
+
+    @property
+    def narrow(self) -> np.dtype[Any]:
+        """The type of what stands for the cotangent of the logits in products."""
+        return np.dtype(jnp.promote_types(self.h.dtype, self.w.dtype))
+
+    def logit(self, accumulator: Array, bias: Array) -> Array:
+        """Return the logit of an accumulator of ``h @ w``."""
+        raw, softcap = accumulator + bias.astype(accumulator.dtype), self.options.softcap
+        return raw if softcap is None else softcap * jnp.tanh(raw / softcap)
+
+    def slope(self, logit: Array) -> Array | float:
+        """Return the derivative of a logit with respect to what the softcap bounds."""
+        softcap = self.options.softcap
+        return 1.0 if softcap is None else 1 - (logit / softcap) ** 2
+
+    def product(
+        self, dims: str, lhs: Array, rhs: Array, epilogue: Callable[..., Any], *operands: Array,
+        in_place: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return ``epilogue(accumulator, *operands)`` of the elements of a product.
+
+        The dimensions are those of ``einsum``: rows, ``d`` and ``v``. ``dv`` stands for those of
+        ``w`` as it lies in memory. Results that are in place take the memory of the operands.
+        """
+        lhs_dims, rhs_dims, out_dims = re.split(",|->", dims.replace("dv", self.w_dims))
+        labels = [tuple(map("rdv".index, x)) for x in (lhs_dims, rhs_dims, out_dims)]
+        sizes = dict(zip(lhs_dims + rhs_dims, lhs.shape + rhs.shape, strict=True))
+        return contract_with_epilogue(
+            lhs,
+            rhs,
+            contraction=Contraction(labels[0], labels[1], labels[2]),
+            precision=self.options.precision,
+            product=self.wide,
+            shape=[sizes[dim] for dim in out_dims],
+            epilogue=epilogue,
+            operands=operands,
+            in_place=tuple((i, i) for i in range(len(operands) if in_place else 0)),
+        )
+
+    def zero_cotangents(self, wanted: Sequence[int], h_dtype: Any) -> list[Any]:
+        """Return zeros to which chunks add, ``None`` for operands that are not wanted."""
+        zeros = (
+            jnp.zeros_like(self.rows, h_dtype),
+            jnp.zeros_like(self.table),
+            jnp.zeros_like(self.bias, self.wide),
+        )
+        return [x if i in wanted else None for i, x in enumerate(zeros)]
+
+    def cotangents(self, wanted: Sequence[int], found: Sequence[Any]) -> list[Array]:
+        """Return cotangents of the operands from those of the matrices."""
+        finish: Sequence[Callable[[Array], Array]] = (
+            lambda x: x.reshape(self.h.shape).astype(self.h.dtype),
+            self._oriented,
+            lambda x: x.astype(self.bias.dtype),
+        )
+        return [finish[i](found[i]) for i in wanted]
+
+    def _oriented(self, w: Array) -> Array:
+        """Return ``w`` as it lies in memory, or the reverse."""
+        return w.T if self.w_dims == "vd" else w
 
 
 def over_chunks(

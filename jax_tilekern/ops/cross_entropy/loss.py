@@ -13,7 +13,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.ops.arguments import check_choice
 from jax_tilekern.ops.cross_entropy.logits import Options, row_losses, statistics_type
-from jax_tilekern.ops.cross_entropy.primitives import statistics, weighted, weighted_loss
+from jax_tilekern.ops.cross_entropy.primitives import cross_entropy, statistics
 from jax_tilekern.ops.jitted import jitted
 
 LossReduction = Literal["mean", "sum", "none"]
@@ -175,14 +175,16 @@ def _loss(
     if reduction == "mean":
         weights /= jnp.maximum(1, counted.sum())
     if axis_name is None and reduction != "none":
-        return weighted_loss(h, w, bias, label, weights, options)
+        total: Array
+        (total,) = cross_entropy(h, w, bias, label, weights, wanted=(), options=options)
+        return total
     if axis_name is None:
-        of_rows = statistics(h, w, bias, label, options)
+        found = statistics(h, w, bias, label, options=options)
     else:
         label = label - lax.axis_index(axis_name) * w.shape[1]
-        lse, *sums = statistics(h, w, bias, label, options)
-        of_rows = [_logsumexp_over(axis_name, lse), *(lax.psum(x, axis_name) for x in sums)]
-    losses = weighted(weights, row_losses(options, *of_rows))
+        lse, *sums = statistics(h, w, bias, label, options=options)
+        found = [_logsumexp_over(axis_name, lse), *(lax.psum(x, axis_name) for x in sums)]
+    losses = row_losses(options, weights, *found)
     return losses if reduction == "none" else losses.sum()
 
 

@@ -4,21 +4,20 @@
 the sum of its logits. Its tangent is linear in the operands' tangents, and the transpose of that is
 ``cotangents``, one pass over the vocabulary. Devices may share rows and columns of both.
 
-The cotangent of a weighted sum of the rows' losses is a number, so that its gradient is known up to
-that factor when the value is computed: the derivative of ``weighted_loss`` is a call that gives
-both.
+``cross_entropy`` is a weighted sum of the rows' losses. Its cotangent is a number, so that its
+gradient is known up to that factor when the value is computed: its derivative is a call of itself
+that gives both.
 
 Forward-mode and second derivatives are those of the references, which form the logits.
 
 Operands are ``h`` of shape ``(..., d)``, ``w`` of ``(d, v)``, ``bias`` of ``(v,)``, integers
 ``labels`` of ``(...)``, and more of the shape of the labels. The logit of a label that is no column
-is 0. ``wanted`` lists whose cotangents are computed: 0, 1, 2 for the first three operands.
+is 0. ``wanted`` lists whose derivatives are computed: 0, 1, 2 for the first three operands.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,40 +29,21 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.cross_entropy import row_chunks, vocabulary_chunks
-from jax_tilekern.ops.cross_entropy.logits import (
-    Lowering,
-    Options,
-    logit,
-    row_losses,
-    statistics_type,
-)
+from jax_tilekern.ops.cross_entropy.logits import Layer, Options, row_losses
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.primitives.linearity import jvp_of
-from jax_tilekern.primitives.operation import Operand, Operation, Planner, Rewrite, define
+from jax_tilekern.primitives.operation import (
+    Operand,
+    Operation,
+    Planner,
+    Rewrite,
+    define,
+    no_refusal,
+)
 
 Results = Sequence[Array]
-
-
-def weighted_loss(
-    h: Array, w: Array, bias: Array, labels: Array, weights: Array, options: Options
-) -> Array:
-    """Return the sum of ``weights * losses`` over all rows, for constant weights."""
-    total: Array
-    (total,) = _weighted_loss(h, w, bias, labels, weights, options=options)
-    return total
-
-
-def weighted(weights: Array, losses: Array) -> Array:
-    """Return ``weights * losses``, 0 where a weight is 0."""
-    return jnp.where(weights == 0, 0, weights * losses)
-
-
-def statistics(h: Array, w: Array, bias: Array, labels: Array, options: Options) -> Results:
-    """Return each row's log-sum-exp, the logit of its label, and perhaps the sum of its logits."""
-    results: Results = _statistics(h, w, bias, labels, options=options)
-    return results
 
 
 # The references, with all logits. XLA's partitioner passes the options as a plain tuple.
@@ -72,80 +52,86 @@ def statistics(h: Array, w: Array, bias: Array, labels: Array, options: Options)
 def _statistics_reference(
     h: Array, w: Array, bias: Array, labels: Array, *, options: Sequence[Any]
 ) -> Results:
-    options = Options(*options)
-    wide = statistics_type(h, w)
-    accumulators = jnp.matmul(h, w, precision=options.precision, preferred_element_type=wide)
-    logits = logit(accumulators, bias, options.softcap)
+    layer = Layer(h, w, bias, Options(*options), "dv", False)
+    accumulators = jnp.matmul(
+        h, w, precision=layer.options.precision, preferred_element_type=layer.wide
+    )
+    logits = layer.logit(accumulators, bias)
     is_label = labels[..., None] == lax.iota(labels.dtype, w.shape[1])
     results = [jax.nn.logsumexp(logits, -1), jnp.where(is_label, logits, 0).sum(-1)]
-    return [*results, logits.sum(-1)] if options.label_smoothing else results
+    return [*results, logits.sum(-1)] if layer.options.label_smoothing else results
 
 
-def _tangents_reference(*operands: Array, **params: Any) -> Results:
-    """Return tangents of the statistics from those of the first operands, which come last."""
-    function = functools.partial(_statistics_reference, labels=operands[3], **params)
-    tangents: Results = jax.jvp(function, operands[:3], operands[5:])[1]
+def _statistics_of(operands: Results, wanted: Sequence[int], **params: Any) -> Callable[..., Any]:
+    """Return the statistics as a function of the operands that are wanted."""
+
+    def function(*values: Array) -> Results:
+        given = dict(enumerate(operands[:4])) | dict(zip(wanted, values, strict=True))
+        return _statistics_reference(*given.values(), **params)
+
+    return function
+
+
+def _tangents_reference(*operands: Array, wanted: Sequence[int], **params: Any) -> Results:
+    """Return tangents of the statistics from those of operands, after the log-sum-exp."""
+    function = _statistics_of(operands, wanted, **params)
+    tangents: Results = jax.jvp(function, [operands[i] for i in wanted], list(operands[5:]))[1]
     return tangents
 
 
 def _cotangents_reference(*operands: Array, wanted: Sequence[int], **params: Any) -> Results:
-    """Return cotangents from those of the statistics, which come last, after the log-sum-exp."""
-    function = functools.partial(_statistics_reference, labels=operands[3], **params)
-    found = jax.vjp(function, *operands[:3])[1](list(operands[5:]))
-    return [found[i] for i in wanted]
+    """Return cotangents from those of the statistics, after the log-sum-exp."""
+    function = _statistics_of(operands, wanted, **params)
+    found: Results = jax.vjp(function, *(operands[i] for i in wanted))[1](list(operands[5:]))
+    return found
 
 
-# In terms of the statistics.
-
-
-def _total(*operands: Array, options: Sequence[Any], **_: Any) -> Results:
-    """Return the sum of the losses of the rows by weights, which come last."""
+def _loss_and_gradient(*operands: Array, wanted: Sequence[int], options: Sequence[Any]) -> Results:
+    """Return the sum of the losses of the rows by weights, which come last, and cotangents."""
     options = Options(*options)
-    losses = row_losses(options, *_statistics(*operands[:4], options=options))
-    return [weighted(operands[4], losses).sum()]
+    found = statistics(*operands[:4], options=options)
 
+    def total(*found: Array) -> Array:
+        return row_losses(options, operands[4], *found).sum()
 
-def _losses_and_gradient(
-    *operands: Array, wanted: Sequence[int], options: Sequence[Any]
-) -> Results:
-    """Return the losses of the rows, and cotangents of their sum by weights, which come last."""
-    options = Options(*options)
-    of_rows = _statistics(*operands[:4], options=options)
-
-    def total(*of_rows: Array) -> tuple[Array, Array]:
-        losses = row_losses(options, *of_rows)
-        return (operands[4] * losses).sum(), losses
-
-    bars, losses = jax.grad(total, tuple(range(len(of_rows))), has_aux=True)(*of_rows)
-    by_row = of_rows[0], *bars
-    return [losses, *_cotangents(*operands[:4], *by_row, wanted=wanted, options=options)]
+    if not wanted:
+        return [total(*found)]
+    value, bars = jax.value_and_grad(total, tuple(range(len(found))))(*found)
+    return [
+        value,
+        *_cotangents(*operands[:4], found[0], *bars, wanted=wanted, options=options),
+    ]
 
 
 # Derivatives.
 
 
-def _total_jvp(primals: Results, tangents: Sequence[Any], **params: Any) -> tuple[Results, Results]:
-    wanted = tuple(i for i in range(3) if type(tangents[i]) is not ad.Zero)
-    losses, *bars = _with_gradient(*primals, wanted=wanted, **params)
-    total = weighted(primals[4], losses).sum()
-    moved = [(bar.astype(total.dtype), tangents[i]) for i, bar in zip(wanted, bars, strict=True)]
+def _moving(tangents: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(i for i in range(3) if type(tangents[i]) is not ad.Zero)
+
+
+def _cross_entropy_jvp(
+    primals: Results, tangents: Sequence[Any], *, wanted: Sequence[int], **params: Any
+) -> tuple[Results, Results]:
+    if wanted:
+        return jvp_of(_loss_and_gradient, primals, tangents, wanted=wanted, **params)
+    moving = _moving(tangents)
+    total, *bars = cross_entropy(*primals, wanted=moving, **params)
+    moved = [(x.astype(total.dtype), tangents[i]) for i, x in zip(moving, bars, strict=True)]
     return [total], [sum((x * dot.astype(x.dtype)).sum() for x, dot in moved)]
 
 
 def _statistics_jvp(
     primals: Results, tangents: Sequence[Any], **params: Any
 ) -> tuple[Results, Results]:
-    results = _statistics(*primals, **params)
-    dots = [ad.instantiate_zeros(x) for x in tangents[:3]]
-    return results, _tangents(*primals, results[0], *dots, **params)
+    results, moving = statistics(*primals, **params), _moving(tangents)
+    dots = [tangents[i] for i in moving]
+    return results, _tangents(*primals, results[0], *dots, wanted=moving, **params)
 
 
-def _transposed(*wanted: int) -> Callable[..., Results]:
-    def rule(bars: Results, *operands: Any, **params: Any) -> Results:
-        result: Results = _cotangents(*operands[:5], *bars, wanted=wanted, **params)
-        return result
-
-    return rule
+def _transposed_tangents(bars: Results, *operands: Any, **params: Any) -> Results:
+    result: Results = _cotangents(*operands[:5], *bars, **params)
+    return result
 
 
 # Batching.
@@ -156,13 +142,13 @@ def _batch_statistics(
 ) -> tuple[Results, Sequence[int]]:
     h, w, bias, labels = operands
     if dims[1] is not None or dims[2] is not None:
-        return _one_by_one(_statistics, _statistics_reference, axis_data, operands, dims, **params)
+        return _one_by_one(statistics, _statistics_reference, axis_data, operands, dims, **params)
     # Mapped rows are more rows.
     h, labels = (
         jnp.broadcast_to(x, (axis_data.size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
         for x, dim in ((h, dims[0]), (labels, dims[3]))
     )
-    results = _statistics(h, w, bias, labels, **params)
+    results = statistics(h, w, bias, labels, **params)
     return results, [0] * len(results)
 
 
@@ -243,12 +229,16 @@ def _planners(function: Callable[..., Results]) -> dict[str, Planner]:
     def planner(platform: str) -> Planner:
         def plan(operands: Sequence[Operand], _: Any, *, options: Any, **params: Any) -> Rewrite:
             # XLA cancels the transpose that makes w against that which the function makes.
-            w = "dv" if compat.transposed_from(operands[1].value) is None else "vd"
-            params["lowering"] = Lowering(w, platform == "cuda" and _kernels_reduce_rows())
-            chunked = functools.partial(function, options=Options(*options), **params)
+            w_dims = "dv" if compat.transposed_from(operands[1].value) is None else "vd"
+            reduces_rows = platform == "cuda" and _kernels_reduce_rows()
+
+            def chunked(h: Array, w: Array, bias: Array, *others: Array) -> Results:
+                layer = Layer(h, w, bias, Options(*options), w_dims, reduces_rows)
+                return function(layer, *others, **params)
+
             return Rewrite("a chunk of the logits at a time", chunked)
 
-        return Planner(lambda *_, **__: None, plan)
+        return Planner(no_refusal, plan)
 
     return {platform: planner(platform) for platform in ("cpu", "cuda")}
 
@@ -260,11 +250,11 @@ def _kernels_reduce_rows() -> bool:
         return False
 
 
-def _gradient_in_chunks(*operands: Array, lowering: Lowering, **params: Any) -> Results:
-    h, w, *_ = operands
-    if lowering.reduces_rows and row_chunks.supports(h, w, params["options"]):
-        return row_chunks.losses_and_cotangents(*operands, lowering=lowering, **params)
-    return _losses_and_gradient(*operands, **params)
+def _cross_entropy_in_chunks(layer: Layer, *others: Array, wanted: Sequence[int]) -> Results:
+    if wanted and layer.reduces_rows and row_chunks.supports(layer):
+        return row_chunks.loss_and_cotangents(layer, *others, wanted=wanted)
+    operands = layer.h, layer.w, layer.bias, *others
+    return _loss_and_gradient(*operands, wanted=wanted, options=layer.options)
 
 
 def _defined(name: str, reference: Callable[..., Results], **rules: Any) -> Callable[..., Any]:
@@ -283,7 +273,14 @@ def _defined(name: str, reference: Callable[..., Results], **rules: Any) -> Call
     return bind
 
 
-_statistics = _defined(
+def _batch_cross_entropy(*args: Any, wanted: Sequence[int], **params: Any) -> Any:
+    # The statistics of mapped rows are one call.
+    if not wanted:
+        return _mapped(_loss_and_gradient, *args, wanted=wanted, **params)
+    return _one_by_one(cross_entropy, _loss_and_gradient, *args, wanted=wanted, **params)
+
+
+statistics = _defined(
     "logit_statistics",
     _statistics_reference,
     jvp=_statistics_jvp,
@@ -293,30 +290,21 @@ _statistics = _defined(
 _tangents = _defined(
     "logit_tangents",
     _tangents_reference,
-    # The smallest group that has what is differentiated: a bias that is none has no gradient.
-    transposes={
-        tuple(5 + i for i in wanted): _transposed(*wanted)
-        for size in (1, 2, 3)
-        for wanted in itertools.combinations(range(3), size)
+    transposes=lambda *, wanted, **_: {
+        tuple(range(5, 5 + len(wanted))): _transposed_tangents,
     },
     planners={},
 )
 _cotangents = _defined(
     "logit_cotangents", _cotangents_reference, planners=_planners(vocabulary_chunks.cotangents)
 )
-_weighted_loss = _defined(
+cross_entropy = _defined(
     "cross_entropy",
-    _total,
-    composed=_total,
-    jvp=_total_jvp,
-    batch=functools.partial(_mapped, _total),
+    _loss_and_gradient,
+    composed=_loss_and_gradient,
+    jvp=_cross_entropy_jvp,
+    batch=_batch_cross_entropy,
     sharding_rule=None,
-    planners=_planners(_total),
-)
-_with_gradient = _defined(
-    "cross_entropy_and_gradient",
-    _losses_and_gradient,
-    composed=_losses_and_gradient,
-    sharding_rule=None,
-    planners=_planners(_gradient_in_chunks),
+    describe=lambda *, wanted, **_: "cross_entropy_and_gradient" if wanted else "cross_entropy",
+    planners=_planners(_cross_entropy_in_chunks),
 )

@@ -8,7 +8,6 @@ operands of products is in float32 at least.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,15 +17,7 @@ from jax import Array, lax
 
 from jax_tilekern.epilogue.row_reductions import row_logsumexp, row_sum
 from jax_tilekern.interop.originals import jnp
-from jax_tilekern.ops.cross_entropy.logits import (
-    Lowering,
-    Options,
-    logit,
-    over_chunks,
-    product,
-    slope,
-    statistics_type,
-)
+from jax_tilekern.ops.cross_entropy.logits import Layer, over_chunks
 
 # A product needs this many columns to be efficient, however many rows it has.
 _MIN_COLUMNS = 2048
@@ -37,122 +28,101 @@ _COLUMN_MULTIPLE = 256
 _REDUCED_BYTES = 2 << 30
 
 
-def statistics(
-    h: Array, w: Array, bias: Array, labels: Array, *, options: Options, lowering: Lowering
-) -> list[Array]:
+def statistics(layer: Layer, labels: Array) -> list[Array]:
     """Return each row's log-sum-exp, the logit of its label, and perhaps the sum of its logits."""
-    rows, label = h.reshape(-1, h.shape[-1]), labels.reshape(-1, 1)
-    w, axis = lowering.oriented(w), lowering.w.index("v")
+    rows, options, label = layer.rows, layer.options, labels.reshape(-1, 1)
 
-    def to_logit(accumulator: Array, bias: Array) -> Array:
-        return logit(accumulator, bias, options.softcap)
+    def row_statistics(accumulator: Array, bias: Array, column: Array, label: Array) -> list[Any]:
+        logit = layer.logit(accumulator, bias)
+        results = [row_logsumexp(logit), row_sum(jnp.where(column == label, logit, 0))]
+        return [*results, row_sum(logit)] if options.label_smoothing else results
 
-    def of_row(accumulator: Array, bias: Array, column: Array, label: Array) -> list[Any]:
-        value = to_logit(accumulator, bias)
-        results = [row_logsumexp(value), row_sum(jnp.where(column == label, value, 0))]
-        return [*results, row_sum(value)] if options.label_smoothing else results
-
-    def of_chunk(chunk: Array, start: Any, size: int) -> Sequence[Array]:
-        multiply = functools.partial(
-            product, f"rd,{lowering.w}->rv", rows, chunk, precision=options.precision
-        )
-        bias_row, column = _of_columns(bias, label, start, size)
-        if lowering.reduces_rows:
-            results: Sequence[Array] = multiply(of_row, (bias_row, column, label))
+    def chunk_statistics(start: Any, size: int) -> Sequence[Array]:
+        table, bias, column = _columns(layer, label, start, size)
+        if layer.reduces_rows:
+            results: Sequence[Array] = layer.product(
+                "rd,dv->rv", rows, table, row_statistics, bias, column, label
+            )
             return results
         # XLA reads an element of each row where a reduction would take a pass.
-        logits = multiply(to_logit, (bias_row,))
-        at_label = logits.at[lax.iota(label.dtype, label.size), label[:, 0] - start].get(
+        logits = layer.product("rd,dv->rv", rows, table, layer.logit, bias)
+        label_logit = logits.at[lax.iota(label.dtype, label.size), label[:, 0] - start].get(
             mode="fill", fill_value=0, wrap_negative_indices=False
         )
-        results = [jax.nn.logsumexp(logits, 1), at_label]
+        results = [jax.nn.logsumexp(logits, 1), label_logit]
         return [*results, logits.sum(1)] if options.label_smoothing else results
 
     def add_chunk(start: Any, size: int, carry: Sequence[Array]) -> Sequence[Array]:
-        chunk = lax.dynamic_slice_in_dim(w, start, size, axis)
-        lse, *sums = of_chunk(chunk, start, size)
+        lse, *sums = chunk_statistics(start, size)
         return jnp.logaddexp(carry[0], lse), *map(jnp.add, carry[1:], sums)
 
-    zeros = jnp.zeros_like(rows[:, 0], statistics_type(h, w))
+    zeros = jnp.zeros_like(rows[:, 0], layer.wide)
     carry: Sequence[Array] = (zeros - jnp.inf, zeros, *([zeros] if options.label_smoothing else []))
-    chunk_bytes = _REDUCED_BYTES if lowering.reduces_rows else options.chunk_bytes
-    results = over_chunks(bias.size, _chunk_columns(zeros, chunk_bytes), add_chunk, carry)
+    chunk_bytes = _REDUCED_BYTES if layer.reduces_rows else options.chunk_bytes
+    results = over_chunks(layer.bias.size, _chunk_columns(zeros, chunk_bytes), add_chunk, carry)
     return [x.reshape(labels.shape) for x in results]
 
 
 def cotangents(
-    h: Array,
-    w: Array,
-    bias: Array,
-    labels: Array,
-    *by_row: Array,
-    wanted: Sequence[int],
-    options: Options,
-    lowering: Lowering,
+    layer: Layer, labels: Array, *row_values: Array, wanted: Sequence[int]
 ) -> list[Array]:
     """Return cotangents of some operands from the log-sum-exp and those of the statistics."""
-    rows, wide = h.reshape(-1, h.shape[-1]), statistics_type(h, w)
-    narrow = np.dtype(jnp.promote_types(h.dtype, w.dtype))
-    label, lse, *bars = (x.reshape(-1, 1) for x in (labels, *by_row))
-    scale = _scale(bars) if narrow == np.float16 else None
-    bars = bars if scale is None else [x * scale for x in bars]
-    w, axis = lowering.oriented(w), lowering.w.index("v")
-    multiply = functools.partial(product, precision=options.precision)
+    rows, label = layer.rows, labels.reshape(-1, 1)
+    lse, *statistics_bar = (x.reshape(-1, 1) for x in row_values)
+    scale = _scale(statistics_bar) if layer.narrow == np.float16 else None
+    if scale is not None:
+        statistics_bar = [x * scale for x in statistics_bar]
 
     def to_cotangent(accumulator: Array, *operands: Array) -> Array:
         bias, column, label, lse, lse_bar, label_bar, *sum_bar = operands
-        value = logit(accumulator, bias, options.softcap)
-        result = lse_bar * jnp.exp(value - lse) + jnp.where(column == label, label_bar, 0)
-        return (sum(sum_bar, result) * slope(value, options.softcap)).astype(narrow)
+        logit = layer.logit(accumulator, bias)
+        result = lse_bar * jnp.exp(logit - lse) + jnp.where(column == label, label_bar, 0)
+        return (sum(sum_bar, result) * layer.slope(logit)).astype(layer.narrow)
 
     def unscaled(x: Array) -> Array:
         return x if scale is None else x / scale
 
     def to_w_cotangent(accumulator: Array) -> Array:
-        return unscaled(accumulator).astype(w.dtype)
+        return unscaled(accumulator).astype(layer.w.dtype)
 
     def add_chunk(start: Any, size: int, carry: Sequence[Any]) -> Sequence[Any]:
         h_bar, w_bar, bias_bar = carry
-        chunk = lax.dynamic_slice_in_dim(w, start, size, axis)
-        operands = (*_of_columns(bias, label, start, size), label, lse, *bars)
-        logits_bar = multiply(f"rd,{lowering.w}->rv", rows, chunk, to_cotangent, operands)
+        table, bias, column = _columns(layer, label, start, size)
+        operands = (bias, column, label, lse, *statistics_bar)
+        logits_bar = layer.product("rd,dv->rv", rows, table, to_cotangent, *operands)
         if h_bar is not None:
-            h_bar = multiply(
-                f"rv,{lowering.w}->rd", logits_bar, chunk, jnp.add, (h_bar,), in_place=((0, 0),)
-            )
+            h_bar = layer.product("rv,dv->rd", logits_bar, table, jnp.add, h_bar, in_place=True)
         if w_bar is not None:
-            of_chunk = multiply(f"rd,rv->{lowering.w}", rows, logits_bar, to_w_cotangent)
-            w_bar = lax.dynamic_update_slice_in_dim(w_bar, of_chunk, start, axis)
+            columns_bar = layer.product("rd,rv->dv", rows, logits_bar, to_w_cotangent)
+            axis = layer.w_dims.index("v")
+            w_bar = lax.dynamic_update_slice_in_dim(w_bar, columns_bar, start, axis)
         if bias_bar is not None:
-            sums = logits_bar.sum(0, dtype=wide)
+            sums = logits_bar.sum(0, dtype=layer.wide)
             bias_bar = lax.dynamic_update_slice_in_dim(bias_bar, sums, start, 0)
         return h_bar, w_bar, bias_bar
 
-    zeros = (jnp.zeros_like(rows, wide), jnp.zeros_like(w), jnp.zeros_like(bias, wide))
-    start: Sequence[Any] = tuple(x if i in wanted else None for i, x in enumerate(zeros))
-    found = over_chunks(bias.size, _chunk_columns(lse, options.chunk_bytes), add_chunk, start)
-    finish = (
-        lambda x: unscaled(x).reshape(h.shape).astype(h.dtype),
-        lowering.oriented,
-        lambda x: unscaled(x).astype(bias.dtype),
-    )
-    return [finish[i](found[i]) for i in wanted]
+    zeros: Sequence[Any] = tuple(layer.zero_cotangents(wanted, layer.wide))
+    columns = _chunk_columns(lse, layer.options.chunk_bytes)
+    h_bar, w_bar, bias_bar = over_chunks(layer.bias.size, columns, add_chunk, zeros)
+    h_bar, bias_bar = (None if x is None else unscaled(x) for x in (h_bar, bias_bar))
+    return layer.cotangents(wanted, (h_bar, w_bar, bias_bar))
 
 
-def _chunk_columns(of_rows: Array, chunk_bytes: int) -> int:
-    columns = chunk_bytes // max(1, of_rows.size * of_rows.dtype.itemsize)
+def _chunk_columns(row_values: Array, chunk_bytes: int) -> int:
+    columns = chunk_bytes // max(1, row_values.size * row_values.dtype.itemsize)
     return max(_MIN_COLUMNS, columns // _COLUMN_MULTIPLE * _COLUMN_MULTIPLE)
 
 
-def _of_columns(bias: Array, label: Array, start: Any, size: int) -> tuple[Array, Array]:
-    """Return the bias and the number of each column of a chunk."""
+def _columns(layer: Layer, label: Array, start: Any, size: int) -> tuple[Array, Array, Array]:
+    """Return a chunk of ``w``, and the bias and the number of each of its columns."""
+    table = lax.dynamic_slice_in_dim(layer.table, start, size, layer.w_dims.index("v"))
     column = start + lax.iota(label.dtype, size)
-    return lax.dynamic_slice_in_dim(bias, start, size)[None], column[None]
+    return table, lax.dynamic_slice_in_dim(layer.bias, start, size)[None], column[None]
 
 
-def _scale(bars: Sequence[Array]) -> Array:
+def _scale(statistics_bar: Sequence[Array]) -> Array:
     """Return a power of two by which cotangents do not underflow in float16."""
-    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in bars]))
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in statistics_bar]))
     # A logit's cotangent is at most three times as large as the largest of its row's.
     exponent = jnp.where(largest > 0, 13 - jnp.frexp(largest)[1], 0)
     return jnp.ldexp(jnp.ones_like(largest), exponent)
