@@ -41,6 +41,15 @@ class Options(NamedTuple):
     precision: Any
     chunk_bytes: int
 
+    def logit(self, accumulator: Array, bias: Array) -> Array:
+        """Return the logit of an accumulator of ``h @ w``."""
+        raw = accumulator + bias.astype(accumulator.dtype)
+        return raw if self.softcap is None else self.softcap * jnp.tanh(raw / self.softcap)
+
+    def slope(self, logit: Array) -> Array | float:
+        """Return the derivative of a logit with respect to what the softcap bounds."""
+        return 1.0 if self.softcap is None else 1 - (logit / self.softcap) ** 2
+
 
 def statistics_type(h: Any, w: Any) -> np.dtype[Any]:
     """Return the type of logits and statistics."""
@@ -102,16 +111,6 @@ class Layer:
     def narrow(self) -> np.dtype[Any]:
         """The type of what stands for the cotangent of the logits in products."""
         return np.dtype(jnp.promote_types(self.h.dtype, self.w.dtype))
-
-    def logit(self, accumulator: Array, bias: Array) -> Array:
-        """Return the logit of an accumulator of ``h @ w``."""
-        raw, softcap = accumulator + bias.astype(accumulator.dtype), self.options.softcap
-        return raw if softcap is None else softcap * jnp.tanh(raw / softcap)
-
-    def slope(self, logit: Array) -> Array | float:
-        """Return the derivative of a logit with respect to what the softcap bounds."""
-        softcap = self.options.softcap
-        return 1.0 if softcap is None else 1 - (logit / softcap) ** 2
 
     def product(
         self, dims: str, lhs: Array, rhs: Array, epilogue: Callable[..., Any], *operands: Array,

@@ -29,7 +29,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.cross_entropy import row_chunks, vocabulary_chunks
-from jax_tilekern.ops.cross_entropy.logits import Layer, Options, row_losses
+from jax_tilekern.ops.cross_entropy.logits import Layer, Options, row_losses, statistics_type
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
@@ -52,14 +52,12 @@ Results = Sequence[Array]
 def _statistics_reference(
     h: Array, w: Array, bias: Array, labels: Array, *, options: Sequence[Any]
 ) -> Results:
-    layer = Layer(h, w, bias, Options(*options), "dv", False)
-    accumulators = jnp.matmul(
-        h, w, precision=layer.options.precision, preferred_element_type=layer.wide
-    )
-    logits = layer.logit(accumulators, bias)
+    options, wide = Options(*options), statistics_type(h, w)
+    accumulators = jnp.matmul(h, w, precision=options.precision, preferred_element_type=wide)
+    logits = options.logit(accumulators, bias)
     is_label = labels[..., None] == lax.iota(labels.dtype, w.shape[1])
     results = [jax.nn.logsumexp(logits, -1), jnp.where(is_label, logits, 0).sum(-1)]
-    return [*results, logits.sum(-1)] if layer.options.label_smoothing else results
+    return [*results, logits.sum(-1)] if options.label_smoothing else results
 
 
 def _statistics_of(operands: Results, wanted: Sequence[int], **params: Any) -> Callable[..., Any]:

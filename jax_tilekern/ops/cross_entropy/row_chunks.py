@@ -66,21 +66,21 @@ def loss_and_cotangents(
 ) -> list[Array]:
     """Return the sum of the losses of the rows by weights, and cotangents of some operands."""
     rows, table, options = layer.rows, layer.table, layer.options
-    narrow, wide = layer.narrow, layer.wide
+    narrow, wide, h_dtype = layer.narrow, layer.wide, layer.h.dtype
     labels, weights = labels.reshape(-1), weights.reshape(-1)
     columns = lax.iota(labels.dtype, layer.bias.size)[None]
 
     def to_exponential(
         accumulator: Array, bias: Array, column: Array, label: Array, shift: Array
     ) -> list[Any]:
-        logit = layer.logit(accumulator, bias)
+        logit = options.logit(accumulator, bias)
         exponential = jnp.exp(logit - shift)
-        element = (exponential * layer.slope(logit)).astype(narrow)
+        element = (exponential * options.slope(logit)).astype(narrow)
         label_logit = jnp.where(column == label, logit, 0)
         return [element, row_sum(exponential), row_max(logit), row_sum(label_logit)]
 
     def to_h_cotangent(accumulator: Array, scale: Array) -> Array:
-        return (accumulator * scale).astype(layer.h.dtype)
+        return (accumulator * scale).astype(h_dtype)
 
     def to_sum(accumulator: Array, total: Array) -> Array:
         return (accumulator + total).astype(total.dtype)
@@ -103,7 +103,7 @@ def loss_and_cotangents(
         )
         lse = shift + jnp.log(sums)
         lse_bar = 1 + 2 * options.z_loss * lse
-        label_bar = (lse_bar * jnp.exp(label_logit - lse) - 1) * layer.slope(label_logit)
+        label_bar = (lse_bar * jnp.exp(label_logit - lse) - 1) * options.slope(label_logit)
         element = label_bar * sums / jnp.where(lse_bar == 0, 1, lse_bar)
         rounded = _rounded(element, narrow)
         elements = elements.at[lax.iota(label.dtype, size), label].set(
@@ -148,13 +148,13 @@ def loss_and_cotangents(
                 jnp.zeros_like(rows[:, 0], wide),
                 estimate,
                 jnp.zeros_like(estimate, bool),
-                layer.zero_cotangents(wanted, layer.h.dtype),
+                layer.zero_cotangents(wanted, h_dtype),
                 jnp.zeros_like(table) if has_remainder else None,
             ),
         )
 
     sample = layer.product("rd,dv->rv", rows[:_SAMPLED_ROWS], table, lambda x: x)
-    estimate = _finite(layer.logit(sample, layer.bias).max(1)).mean()
+    estimate = _finite(options.logit(sample, layer.bias).max(1)).mean()
     # If an estimate is far off, everything is computed again, with the largest logits as shifts.
     found = lax.while_loop(
         lambda found: found.out_of_range,

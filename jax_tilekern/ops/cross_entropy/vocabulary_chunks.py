@@ -33,7 +33,7 @@ def statistics(layer: Layer, labels: Array) -> list[Array]:
     rows, options, label = layer.rows, layer.options, labels.reshape(-1, 1)
 
     def row_statistics(accumulator: Array, bias: Array, column: Array, label: Array) -> list[Any]:
-        logit = layer.logit(accumulator, bias)
+        logit = options.logit(accumulator, bias)
         results = [row_logsumexp(logit), row_sum(jnp.where(column == label, logit, 0))]
         return [*results, row_sum(logit)] if options.label_smoothing else results
 
@@ -45,7 +45,7 @@ def statistics(layer: Layer, labels: Array) -> list[Array]:
             )
             return results
         # XLA reads an element of each row where a reduction would take a pass.
-        logits = layer.product("rd,dv->rv", rows, table, layer.logit, bias)
+        logits = layer.product("rd,dv->rv", rows, table, options.logit, bias)
         label_logit = logits.at[lax.iota(label.dtype, label.size), label[:, 0] - start].get(
             mode="fill", fill_value=0, wrap_negative_indices=False
         )
@@ -67,23 +67,24 @@ def cotangents(
     layer: Layer, labels: Array, *row_values: Array, wanted: Sequence[int]
 ) -> list[Array]:
     """Return cotangents of some operands from the log-sum-exp and those of the statistics."""
-    rows, label = layer.rows, labels.reshape(-1, 1)
+    rows, options, label = layer.rows, layer.options, labels.reshape(-1, 1)
+    narrow, w_dtype = layer.narrow, layer.w.dtype
     lse, *statistics_bar = (x.reshape(-1, 1) for x in row_values)
-    scale = _scale(statistics_bar) if layer.narrow == np.float16 else None
+    scale = _scale(statistics_bar) if narrow == np.float16 else None
     if scale is not None:
         statistics_bar = [x * scale for x in statistics_bar]
 
     def to_cotangent(accumulator: Array, *operands: Array) -> Array:
         bias, column, label, lse, lse_bar, label_bar, *sum_bar = operands
-        logit = layer.logit(accumulator, bias)
+        logit = options.logit(accumulator, bias)
         result = lse_bar * jnp.exp(logit - lse) + jnp.where(column == label, label_bar, 0)
-        return (sum(sum_bar, result) * layer.slope(logit)).astype(layer.narrow)
+        return (sum(sum_bar, result) * options.slope(logit)).astype(narrow)
 
     def unscaled(x: Array) -> Array:
         return x if scale is None else x / scale
 
     def to_w_cotangent(accumulator: Array) -> Array:
-        return unscaled(accumulator).astype(layer.w.dtype)
+        return unscaled(accumulator).astype(w_dtype)
 
     def add_chunk(start: Any, size: int, carry: Sequence[Any]) -> Sequence[Any]:
         h_bar, w_bar, bias_bar = carry
@@ -102,7 +103,7 @@ def cotangents(
         return h_bar, w_bar, bias_bar
 
     zeros: Sequence[Any] = tuple(layer.zero_cotangents(wanted, layer.wide))
-    columns = _chunk_columns(lse, layer.options.chunk_bytes)
+    columns = _chunk_columns(lse, options.chunk_bytes)
     h_bar, w_bar, bias_bar = over_chunks(layer.bias.size, columns, add_chunk, zeros)
     h_bar, bias_bar = (None if x is None else unscaled(x) for x in (h_bar, bias_bar))
     return layer.cotangents(wanted, (h_bar, w_bar, bias_bar))
