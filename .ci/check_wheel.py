@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 # Folders of the package; a new one is added here on purpose.
 FOLDERS = {
-    "cli", "compilation", "cuda", "epilogue", "fusion", "inspection", "interop", "lanes", "ops",
+    "cli", "compilation", "cuda", "epilogue", "fusion", "inspection", "interop", "ops",
     "out_of_core", "partitioning", "plans", "primitives", "tuning",
 }  # fmt: skip
 SUFFIXES = {".py", ".pyi", ".so", ".cuh"}

@@ -24,7 +24,7 @@ from benchmarks.programs import RowsCommand
 from benchmarks.record import Record
 from jax_tilekern.cli import network
 from jax_tilekern.cli.digits import load_digits
-from jax_tilekern.ops.scaled_operands import dequantized
+from jax_tilekern.ops.products.scaled_operands import dequantized
 from jax_tilekern.plans.quantize import BLOCK
 
 Product = Callable[[Array, Array], Array]

@@ -25,19 +25,25 @@ from jax_tilekern.interop.ffi import FFI_TARGETS, export_checks
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.interop.outcomes import FallbackError, strict
 from jax_tilekern.interop.patch import patch
-from jax_tilekern.ops.add import add
+from jax_tilekern.ops.arrays.add import add
+from jax_tilekern.ops.arrays.sum import sum
+from jax_tilekern.ops.arrays.transpose import transpose
 from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
-from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
-from jax_tilekern.ops.fp8_dot_general import fp8_dot_general
-from jax_tilekern.ops.lane_kernel import kernel
-from jax_tilekern.ops.linear import gated_linear, linear
-from jax_tilekern.ops.matmul import dot_general, matmul, symmetric_matmul
-from jax_tilekern.ops.moe import Routing, moe, route
-from jax_tilekern.ops.overlapped import all_gather_matmul, matmul_reduce_scatter
-from jax_tilekern.ops.quantize import quantize
-from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
-from jax_tilekern.ops.scaled_matmul import scaled_matmul
-from jax_tilekern.ops.scaled_ragged_dot import scaled_ragged_dot
+from jax_tilekern.ops.cuda_kernel.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
+from jax_tilekern.ops.kernel.kernel import kernel
+from jax_tilekern.ops.mixture.moe import Routing, moe, route
+from jax_tilekern.ops.muon.muon import muon
+from jax_tilekern.ops.products.fp8_dot_general import fp8_dot_general
+from jax_tilekern.ops.products.linear import gated_linear, linear
+from jax_tilekern.ops.products.matmul import dot_general, matmul, symmetric_matmul
+from jax_tilekern.ops.products.overlapped import all_gather_matmul, matmul_reduce_scatter
+from jax_tilekern.ops.products.ragged_dot import ragged_dot, ragged_dot_general
+from jax_tilekern.ops.products.scaled_matmul import scaled_matmul
+from jax_tilekern.ops.products.scaled_ragged_dot import scaled_ragged_dot
+from jax_tilekern.ops.products.strassen import strassen_matmul
+from jax_tilekern.ops.products.tensor_products import einsum, inner, multi_dot, tensordot, vecdot
+from jax_tilekern.ops.products.vector_products import dot, matvec, vdot, vecmat
+from jax_tilekern.ops.quantisation.quantize import quantize
 
 # Loaded for what it replaces inside patch().
 from jax_tilekern.ops.segments import row_updates as _row_updates  # noqa: F401
@@ -53,12 +59,6 @@ from jax_tilekern.ops.segments.plan import SegmentPlan, segment_plan
 from jax_tilekern.ops.segments.small_integers import bincount, sort_by_key
 from jax_tilekern.ops.segments.take import scatter_add, take
 from jax_tilekern.ops.segments.top_k import top_k
-from jax_tilekern.ops.strassen import strassen_matmul
-from jax_tilekern.ops.sum import sum
-from jax_tilekern.ops.tensor_products import einsum, inner, multi_dot, tensordot, vecdot
-from jax_tilekern.ops.transpose import transpose
-from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
-from jax_tilekern.optimizers import muon
 from jax_tilekern.plans.gpu import Gpu, NoGpu
 from jax_tilekern.plans.launch import TensorMap
 from jax_tilekern.plans.policy import policy

@@ -15,7 +15,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from jax_tilekern.interop.originals import jnp, jsp_linalg
-from jax_tilekern.ops.jax_matrices import composed
 from jax_tilekern.ops.linalg.functions import (
     SlogdetResult,
     cholesky,
@@ -35,11 +34,12 @@ from jax_tilekern.ops.linalg.functions import (
     svdvals,
     triangular_solve,
 )
-from jax_tilekern.ops.matmul import matmul as matmul
-from jax_tilekern.ops.newton_schulz import newton_schulz
-from jax_tilekern.ops.tensor_products import multi_dot as multi_dot
-from jax_tilekern.ops.tensor_products import tensordot as tensordot
-from jax_tilekern.ops.tensor_products import vecdot as vecdot
+from jax_tilekern.ops.linalg.jax_matrices import composed
+from jax_tilekern.ops.muon.newton_schulz import newton_schulz
+from jax_tilekern.ops.products.matmul import matmul as matmul
+from jax_tilekern.ops.products.tensor_products import multi_dot as multi_dot
+from jax_tilekern.ops.products.tensor_products import tensordot as tensordot
+from jax_tilekern.ops.products.tensor_products import vecdot as vecdot
 
 if TYPE_CHECKING:  # What __getattr__ returns.
     from jax.numpy.linalg import (  # isort: skip

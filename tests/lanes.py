@@ -12,7 +12,7 @@ from jaxprs import parameters
 
 from jax_tilekern.compilation.compiler import Source
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.lane_kernel import write_kernel
+from jax_tilekern.ops.kernel.kernel import write_kernel
 from jax_tilekern.plans.launch import Buffer
 
 # Optimising all kernels together takes minutes.

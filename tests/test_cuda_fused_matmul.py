@@ -16,7 +16,7 @@ from jax_tilekern.compilation.nvrtc import nvrtc
 from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.epilogue.understood import Untranslatable
-from jax_tilekern.ops.fused_contraction import contract_with_epilogue
+from jax_tilekern.ops.products.fused_contraction import contract_with_epilogue
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.select import candidates, plan_matmul
 from jax_tilekern.plans.launch import NoKernel

@@ -26,7 +26,7 @@ import jax_tilekern as jtk
 from jax_tilekern.compilation import headers
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound
 from jax_tilekern.interop import outcomes
-from jax_tilekern.ops.kernel_settings import Parameters, Use
+from jax_tilekern.ops.cuda_kernel.settings import Parameters, Use
 from jax_tilekern.plans.cuda_kernel import Array, Batch, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, known_gpu
 

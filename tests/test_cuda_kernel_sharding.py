@@ -122,6 +122,6 @@ def test_each_device_calls_the_kernel_on_its_part():
 
 
 def _parameters(settings):
-    from jax_tilekern.ops.kernel_settings import Parameters
+    from jax_tilekern.ops.cuda_kernel.settings import Parameters
 
     return Parameters(settings.label, {})

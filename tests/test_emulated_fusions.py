@@ -11,7 +11,7 @@ from lanes import Emulated
 
 import jax_tilekern as jtk
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.products.contraction import contract
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 

@@ -15,7 +15,7 @@ from emulated_gpu import emulated_gpu
 from products import BF16, F16, F32, H100, INT8, INT32, TYPES, Product, row_major
 
 import jax_tilekern as jtk
-from jax_tilekern.ops import moe
+from jax_tilekern.ops.mixture import moe
 from jax_tilekern.plans.gemm import select
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gemm.sm90 import candidates as kernels

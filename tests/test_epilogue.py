@@ -13,7 +13,7 @@ from jax import lax
 from numerics import BF16, assert_equal, exact, on_gpu
 
 import jax_tilekern as jtk
-from jax_tilekern.ops.fused_contraction import contract_with_epilogue
+from jax_tilekern.ops.products.fused_contraction import contract_with_epilogue
 from jax_tilekern.plans.contraction import Contraction
 
 HIGHEST = lax.Precision.HIGHEST

@@ -16,7 +16,7 @@ from nvrtc_mark import needs_nvrtc
 import jax_tilekern as jtk
 from benchmarks import sharded as sharded_programs
 from benchmarks.sharded_bytes import SLACK, bytes_sent, collectives
-from jax_tilekern.ops import moe
+from jax_tilekern.ops.mixture import moe
 from jax_tilekern.partitioning import call
 from jax_tilekern.plans import overlap
 from jax_tilekern.plans.gpu import KNOWN_GPUS, MIN_COMPUTE_CAPABILITY

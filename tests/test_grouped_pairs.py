@@ -15,8 +15,8 @@ from products import BF16, F16, F32, H100, ragged_product_of
 import jax_tilekern as jtk
 from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
-from jax_tilekern.ops.fused_contraction import contract_pair, labelled_operands
-from jax_tilekern.ops.ragged_dot import rows_by_matrices
+from jax_tilekern.ops.products.fused_contraction import contract_pair, labelled_operands
+from jax_tilekern.ops.products.ragged_dot import rows_by_matrices
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates

@@ -23,8 +23,8 @@ from sharded import AUTO, EXPLICIT, devices, mesh_of, put
 import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_to_ptx
 from jax_tilekern.compilation.nvrtc import nvrtc
-from jax_tilekern.ops import lane_checkpoints
-from jax_tilekern.ops.lane_kernel import write_kernel
+from jax_tilekern.ops.kernel import checkpoints as lane_checkpoints
+from jax_tilekern.ops.kernel.kernel import write_kernel
 from jax_tilekern.plans.gpu import known_gpu
 
 PARAMETERS = jnp.array([10.0, 28.0, 8 / 3])

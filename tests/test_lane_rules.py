@@ -10,10 +10,10 @@ from jax import lax
 
 from jax_tilekern.epilogue.understood import PARAMETERS, Untranslatable
 from jax_tilekern.interop import compat
-from jax_tilekern.lanes import keys
-from jax_tilekern.lanes.text import LaneWriter
-from jax_tilekern.lanes.values import Buffer, everywhere, in_memory, row_major
-from jax_tilekern.lanes.writer import RULES
+from jax_tilekern.ops.kernel.translation import keys
+from jax_tilekern.ops.kernel.translation.text import LaneWriter
+from jax_tilekern.ops.kernel.translation.values import Buffer, everywhere, in_memory, row_major
+from jax_tilekern.ops.kernel.translation.writer import RULES
 
 # Primitives that not every supported version of JAX has.
 OF_OTHER_VERSIONS = {"closed_call", "log2", "polynomial"}

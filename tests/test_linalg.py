@@ -15,7 +15,7 @@ from numerics import UNIT_ROUNDOFF, assert_close, on_gpu, random
 
 import jax_tilekern as jtk
 from jax_tilekern import _core, linalg
-from jax_tilekern.ops.matrix_kernels import refusal
+from jax_tilekern.ops.linalg.matrix_kernels import refusal
 
 # Every number of lanes, sizes that fill them and sizes that do not.
 SIZES = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 48, 64)

@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 from numerics import UNIT_ROUNDOFF, random
 
-from jax_tilekern.ops import blocked
-from jax_tilekern.ops.matrices import inverted_triangles
+from jax_tilekern.ops.linalg import blocked
+from jax_tilekern.ops.linalg.matrices import inverted_triangles
 
 
 def in_blocks(function, **flags):

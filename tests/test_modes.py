@@ -14,7 +14,8 @@ import jax_tilekern as jtk
 from jax_tilekern.compilation import nvrtc
 from jax_tilekern.interop import outcomes
 from jax_tilekern.interop.gpu_target import gpu_target
-from jax_tilekern.ops import contraction_lowering, planned_kernel
+from jax_tilekern.ops import planned_kernel
+from jax_tilekern.ops.products import contraction_lowering
 from jax_tilekern.plans.launch import PlanError
 
 X = jax.ShapeDtypeStruct((24, 40), jnp.float32)

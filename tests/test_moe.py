@@ -11,7 +11,7 @@ from numerics import check_derivatives, random
 from nvrtc_mark import needs_nvrtc
 
 import jax_tilekern as jtk
-from jax_tilekern.ops import moe
+from jax_tilekern.ops.mixture import moe
 
 T, D, H, E, K = 40, 12, 16, 6, 3
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}

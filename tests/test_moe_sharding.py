@@ -14,7 +14,7 @@ from sharded import AUTO, EXPLICIT, MESH_TYPES, custom_calls, devices, mesh_of, 
 
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes import SLACK, bytes_sent, collectives
-from jax_tilekern.ops.expert_activation import traced_activation
+from jax_tilekern.ops.mixture.activation import traced_activation
 from jax_tilekern.partitioning.params_text import from_text, to_text
 
 pytestmark = [

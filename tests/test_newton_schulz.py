@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of, put
 
 import jax_tilekern as jtk
-from jax_tilekern.ops.newton_schulz import COEFFICIENTS
-from jax_tilekern.ops.newton_schulz_iteration import Form, iterated, largest_power_of_two
+from jax_tilekern.ops.muon.newton_schulz import COEFFICIENTS
+from jax_tilekern.ops.muon.newton_schulz_iteration import Form, iterated, largest_power_of_two
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 

@@ -17,8 +17,8 @@ from sharded import bytes_sent, devices
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.ops import quantize
-from jax_tilekern.ops.quantize import _reciprocal
+from jax_tilekern.ops.quantisation import quantize
+from jax_tilekern.ops.quantisation.quantize import _reciprocal
 from jax_tilekern.plans.quantize import Quantized
 
 BLOCKS = [(1, 128), (128, 128), (1, None), (None, None)]

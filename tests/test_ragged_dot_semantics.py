@@ -23,8 +23,8 @@ from ragged import (
 )
 
 import jax_tilekern as jtk
-from jax_tilekern.ops.contraction import contract
-from jax_tilekern.ops.groups import group_bounds
+from jax_tilekern.ops.products.contraction import contract
+from jax_tilekern.ops.products.groups import group_bounds
 
 
 def same(ours, theirs, *args):

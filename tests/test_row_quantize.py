@@ -17,7 +17,7 @@ from sharded import bytes_sent, devices
 import jax_tilekern as jtk
 from jax_tilekern.epilogue.cuda_text import cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
-from jax_tilekern.ops.fused_lowering import epilogue_of
+from jax_tilekern.ops.products.fused_lowering import epilogue_of
 from jax_tilekern.plans.gemm.problem import Product, Scales
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 

@@ -19,7 +19,7 @@ from sharded import AUTO, devices, mesh_of
 
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes import bytes_sent
-from jax_tilekern.ops import contraction_lowering
+from jax_tilekern.ops.products import contraction_lowering
 from jax_tilekern.primitives.operation import Fallback
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")

@@ -21,9 +21,9 @@ from jax_tilekern.inspection.tracing import bind_non_arrays, is_array
 from jax_tilekern.interop import compat, linen
 from jax_tilekern.interop.global_modes import by_types
 from jax_tilekern.interop.patch import patch
-from jax_tilekern.ops.contraction import contract_with_scalar_function
-from jax_tilekern.ops.fused_lowering import InPlace
-from jax_tilekern.ops.labelled_operands import common_type
+from jax_tilekern.ops.products.contraction import contract_with_scalar_function
+from jax_tilekern.ops.products.fused_lowering import InPlace
+from jax_tilekern.ops.products.labelled_operands import common_type
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.scope import Function, entered, settings_of
 

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jax_tilekern.ops.matmul import matmul as device_matmul
+from jax_tilekern.ops.products.matmul import matmul as device_matmul
 from jax_tilekern.out_of_core import traced
 from jax_tilekern.out_of_core.blocks import Place, Plan, WholeProduct, choose_plan
 

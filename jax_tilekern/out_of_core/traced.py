@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.interop.custom_rules import custom_vjp
-from jax_tilekern.ops.matmul import dot_general
+from jax_tilekern.ops.products.matmul import dot_general
 from jax_tilekern.out_of_core.blocks import WholeProduct, choose_plan
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device

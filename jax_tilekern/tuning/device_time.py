@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.profiler import ProfileData
 
-from jax_tilekern.ops.cuda_kernel import cuda_kernel
+from jax_tilekern.ops.cuda_kernel.cuda_kernel import cuda_kernel
 from jax_tilekern.tuning.wall_time import ready, repeated
 
 # XLA's CUPTI collector attaches one of these to each event that occupies the device; other events

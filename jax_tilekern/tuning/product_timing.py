@@ -19,8 +19,8 @@ from jax import Array
 from jax_tilekern.compilation.nvrtc import CompileError
 from jax_tilekern.interop import compat, ffi, global_modes
 from jax_tilekern.interop.compat import mlir
-from jax_tilekern.ops.kernel_tuning import TunableCall
-from jax_tilekern.ops.labelled_operands import product_by_lax
+from jax_tilekern.ops.cuda_kernel.tuning import TunableCall
+from jax_tilekern.ops.products.labelled_operands import product_by_lax
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.problem import Product

@@ -14,8 +14,8 @@ import jax
 
 from jax_tilekern.compilation.nvrtc import nvrtc
 from jax_tilekern.inspection.tracing import traced
-from jax_tilekern.ops.cuda_kernel import CudaKernel
-from jax_tilekern.ops.kernel_tuning import TunableCall
+from jax_tilekern.ops.cuda_kernel.cuda_kernel import CudaKernel
+from jax_tilekern.ops.cuda_kernel.tuning import TunableCall
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates

@@ -15,7 +15,7 @@ import numpy as np
 
 import jax_tilekern as jtk
 from jax_tilekern.ops import planned_kernel
-from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
+from jax_tilekern.ops.mixture.rows import combine_rows, spread_rows
 from jax_tilekern.ops.segments.order import order_and_places
 from jax_tilekern.plans.grouped_gemm.sm90 import candidates
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.fused_contraction import contract_with_epilogue
+from jax_tilekern.ops.products.fused_contraction import contract_with_epilogue
 from jax_tilekern.plans.contraction import Contraction
 
 Carry = TypeVar("Carry")

@@ -15,18 +15,18 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.custom_rules import custom_jvp
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp, jsp_linalg, lax
-from jax_tilekern.ops import decompositions, matrices, matrix_functions
-from jax_tilekern.ops.jax_matrices import (
+from jax_tilekern.ops.linalg import decompositions, matrices, matrix_functions
+from jax_tilekern.ops.linalg.jax_matrices import (
     composed,
     is_left_to_jax,
     refusal_of_decomposition,
     refusal_of_square,
 )
-from jax_tilekern.ops.matmul import matmul as matmul
-from jax_tilekern.ops.matrix_kernels import has_solve_kernel, refusal
-from jax_tilekern.ops.tensor_products import multi_dot as multi_dot
-from jax_tilekern.ops.tensor_products import tensordot as tensordot
-from jax_tilekern.ops.tensor_products import vecdot as vecdot
+from jax_tilekern.ops.linalg.matrix_kernels import has_solve_kernel, refusal
+from jax_tilekern.ops.products.matmul import matmul as matmul
+from jax_tilekern.ops.products.tensor_products import multi_dot as multi_dot
+from jax_tilekern.ops.products.tensor_products import tensordot as tensordot
+from jax_tilekern.ops.products.tensor_products import vecdot as vecdot
 from jax_tilekern.partitioning.explicit import split_alike
 from jax_tilekern.partitioning.rule import Dims
 

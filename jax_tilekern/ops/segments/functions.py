@@ -13,14 +13,14 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp, ops
 from jax_tilekern.ops.arguments import check_choice
-from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.segments.edges import EdgeOperands, SegmentCall, trace_values, value_dtype
-from jax_tilekern.ops.segments.explicit import (
+from jax_tilekern.ops.explicit import (
     Sharding,
     by_automatic_axes,
     resharded,
     spec_of,
 )
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.segments.edges import EdgeOperands, SegmentCall, trace_values, value_dtype
 from jax_tilekern.ops.segments.keys import from_the_first, keys_of, rows_of
 from jax_tilekern.ops.segments.plan import (
     Ids,

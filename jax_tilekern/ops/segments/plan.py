@@ -14,8 +14,8 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.arguments import integer
+from jax_tilekern.ops.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import keys_of
 from jax_tilekern.ops.segments.order import bounds_of_sorted, order_by_key
 from jax_tilekern.plans.segments.index_sort import MAX_ITEMS

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.arguments import integer
+from jax_tilekern.ops.explicit import Sharding, by_automatic_axes, resharded, spec_of
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.segments.explicit import Sharding, by_automatic_axes, resharded, spec_of
 from jax_tilekern.ops.segments.functions import reduced
 from jax_tilekern.ops.segments.plan import number_of_segments, plan_of
 

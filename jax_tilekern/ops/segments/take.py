@@ -13,10 +13,10 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp
+from jax_tilekern.ops.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.batches import concatenated_batches, in_front, whole
 from jax_tilekern.ops.segments.edges import gathered_rows
-from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.functions import check_values, combined
 from jax_tilekern.ops.segments.keys import from_the_first, highest, lowest, rows_of
 from jax_tilekern.ops.segments.order import order_by_key

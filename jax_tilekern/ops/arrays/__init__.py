@@ -1,0 +1,1 @@
+"""Additions, sums and transposes of arrays."""

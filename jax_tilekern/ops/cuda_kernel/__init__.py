@@ -1,0 +1,1 @@
+"""The user's CUDA sources as JAX functions."""

@@ -1,0 +1,1 @@
+"""A JAX function as one kernel, in which a thread evaluates a lane."""

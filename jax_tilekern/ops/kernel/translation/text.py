@@ -1,0 +1,157 @@
+"""The text of a kernel that evaluates a jaxpr once for each lane."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_tilekern.epilogue.cuda_text import computed_type
+from jax_tilekern.epilogue.understood import Untranslatable
+
+# Their rules are registered when they are imported.
+from jax_tilekern.ops.kernel.translation.values import Buffer, Shape, in_memory, is_wide, row_major
+from jax_tilekern.ops.kernel.translation.writer import LaneWriter, TooLong
+from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.lanes import LaneKernel
+
+# Arrays of up to so many elements are in registers, if the text does not become too long.
+_UNROLLED = (64, 16, 4, 0)
+
+# For each dimension of lanes, outermost first, the dimension of an array that it is.
+Axes = tuple[int | None, ...]
+
+
+class Layout(NamedTuple):
+    """How an array holds the operands or results of all lanes."""
+
+    dtype: np.dtype[Any]
+    shape: Shape  # of the whole array
+    axes: Axes  # for each dimension of lanes, the dimension of the array
+
+    @property
+    def own_dims(self) -> tuple[int, ...]:
+        """Dimensions of one lane's array."""
+        return tuple(d for d in range(len(self.shape)) if d not in self.axes)
+
+    def lane_strides(self) -> Shape:
+        """Return the elements between neighbours in each dimension of lanes."""
+        strides = row_major(self.shape)
+        return tuple(0 if d is None else strides[d] for d in self.axes)
+
+    def buffer(self, name: str) -> Buffer:
+        """Return one lane's array, where ``name`` points to its first element."""
+        strides = row_major(self.shape)
+        return Buffer(
+            name,
+            self.dtype,
+            tuple(self.shape[d] for d in self.own_dims),
+            tuple(strides[d] for d in self.own_dims),
+            stored=True,
+            wide=is_wide(self.shape),
+        )
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    sizes: Shape
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes)
+
+    def index_statements(self) -> list[str]:
+        """Return statements that declare the index of a lane in each dimension of lanes."""
+        statements = []
+        for k, (size, stride) in enumerate(zip(self.sizes, row_major(self.sizes), strict=True)):
+            index = "lane" if stride == 1 else f"lane / {stride}ll"
+            within = f" % {size}ll" if k else ""
+            statements.append(f"const long long l{k} = {index}{within};")
+        return statements
+
+
+def lane_kernel(
+    name: str,
+    closed: Any,
+    operands: Sequence[Layout],
+    results: Sequence[Layout],
+) -> LaneKernel:
+    """Write the kernel of one lane's jaxpr; raise ``Untranslatable`` if it has none."""
+    # A result has every dimension of lanes.
+    lanes = _Lanes(tuple(results[0].shape[axis] for axis in results[0].axes if axis is not None))
+    for unrolled in _UNROLLED:
+        try:
+            return _written(name, closed, operands, results, lanes, unrolled)
+        except TooLong:
+            continue
+    raise Untranslatable(f"the kernel of {name} would have more statements than its limit")
+
+
+def _written(
+    name: str,
+    closed: Any,
+    operands: Sequence[Layout],
+    results: Sequence[Layout],
+    lanes: _Lanes,
+    unrolled: int,
+) -> LaneKernel:
+    writer = LaneWriter(unrolled, lanes.count)
+    parameters, pointers = [], []
+    for prefix, const, layouts in (("x", "const ", operands), ("y", "", results)):
+        for i, layout in enumerate(layouts):
+            kind = f"{const}{CXX_TYPES[layout.dtype]}*"
+            parameters.append(f"{kind} __restrict__ {prefix}{i}")
+            offset = "".join(
+                f" + l{k} * {stride}ll" for k, stride in enumerate(layout.lane_strides()) if stride
+            )
+            pointers.append(f"{kind} const p{prefix}{i} = {prefix}{i}{offset};")
+    parameters.append("unsigned char* workspace")
+    for layout in operands:
+        computed_type(layout.dtype)
+    # An operand of one element is a named scalar.
+    inputs = [writer.evaluated(in_memory(x.buffer(f"px{i}"))) for i, x in enumerate(operands)]
+    places = [x.buffer(f"py{i}") for i, x in enumerate(results)]
+    found = writer.jaxpr(closed, inputs, places)
+    for place, value in zip(places, found, strict=True):
+        computed_type(value.dtype)
+        if value.whole is not place:
+            writer.filled(value, place)
+    function = f"lanes_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
+    body = "\n".join(
+        f"  {line}"
+        for line in (
+            *lanes.index_statements(),
+            *pointers,
+            *writer.body(),
+        )
+    )
+    text = _TEMPLATE.format(
+        function=function, parameters=", ".join(parameters), count=lanes.count, body=body
+    )
+    return LaneKernel(
+        function=function,
+        text=text,
+        lanes=lanes.count,
+        alignments=tuple(x.dtype.itemsize for x in (*operands, *results)),
+        workspace_bytes=writer.workspace_bytes,
+    )
+
+
+_TEMPLATE = """\
+#include "lanes.cuh"
+
+namespace tilekern {{
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) {function}({parameters}) {{
+  const long long lane = blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x;
+  if (lane >= {count}ll) return;
+{body}
+}}
+
+}}  // namespace tilekern
+"""

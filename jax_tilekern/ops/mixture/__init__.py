@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, the layer, and rows in the order of experts."""

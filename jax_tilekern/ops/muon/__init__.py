@@ -1,0 +1,1 @@
+"""The optimizer Muon, and the iterations that orthogonalise its updates."""

@@ -1,0 +1,1 @@
+"""Matrix products: dense, grouped, scaled, with epilogues, and overlapped with collectives."""

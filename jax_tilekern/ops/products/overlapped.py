@@ -1,0 +1,537 @@
+"""Products that overlap with their communication along a mesh axis.
+
+``gathered_product`` multiplies the rows of all devices, ``scattered_product`` sums the products of
+all devices, of which each gets its rows. They are each other's cotangents. On GPUs of one process
+parts of the rows are copied while others are multiplied; elsewhere a product follows
+``all_gather``, or ``psum_scatter`` follows a product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
+from jax_tilekern.interop.originals import jnp
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.products.contraction import as_dot_general, contract
+from jax_tilekern.ops.products.fused_lowering import planners
+from jax_tilekern.ops.products.labelled_operands import common_type, swapped_precision
+from jax_tilekern.ops.products.overlapped_lowering import (
+    gathered_kernel,
+    parts_of,
+    result_of,
+    scattered_kernel,
+)
+from jax_tilekern.partitioning.call import register_exchange
+from jax_tilekern.partitioning.row_exchange import RowExchange
+from jax_tilekern.plans import overlap
+from jax_tilekern.plans.contraction import Contraction, labelled
+from jax_tilekern.plans.overlap import MeshAxis
+from jax_tilekern.primitives.operation import Operation, define
+
+
+@jitted("axis_name", "precision", "preferred_element_type")
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike | Sequence[ArrayLike],
+    axis_name: str,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Any:
+    """Matrix product ``lax.all_gather(x, axis_name, tiled=True) @ w`` inside ``shard_map``.
+
+    On GPUs of one process that access each other's memory, rows are sent while others are
+    multiplied, if that is predicted to be faster. The gradient with respect to ``x`` is that of
+    :func:`matmul_reduce_scatter`. Of several matrices, such as those of queries, keys and values,
+    the first is multiplied while rows are sent, and the others by the gathered rows; in the
+    gradient one collective scatters the sum over all of them.
+
+    Parameters
+    ----------
+    x
+        This device's rows, of shape ``(m, ..., k)``.
+    w
+        Matrix of shape ``(k, n)``, or a sequence of matrices of one type.
+    axis_name
+        The mesh axis along which rows are gathered.
+    precision, preferred_element_type
+        As in :func:`matmul`.
+
+    Returns
+    -------
+    Array
+        Shape ``(devices * m, ..., n)``, where ``devices`` are those along the axis. A list of such
+        arrays for a sequence of matrices.
+
+    Raises
+    ------
+    ValueError
+        If ``x`` has fewer than two dimensions, ``w`` is no matrix, or there is none.
+    TypeError
+        If contracted sizes or the types of matrices differ.
+    NameError
+        If there is no such axis.
+
+    See Also
+    --------
+    matmul_reduce_scatter : the product whose rows are scattered.
+    """
+    is_several = isinstance(w, list | tuple)
+    matrices = [jnp.asarray(each) for each in (w if is_several else [w])]  # type: ignore[union-attr]
+    dtypes = dict.fromkeys(each.dtype.name for each in matrices)
+    if len(dtypes) != 1:
+        raise TypeError(f"w has matrices of one type, not of {[*dtypes]}")
+    axis, keeps = _mesh_axis(axis_name), len(matrices) > 1
+    x, first, *others = _varying([x, *matrices], axis)
+
+    def product(multiply: Callable[..., list[Array]], x: Array, w: Array) -> list[Array]:
+        x, w, contraction, result = _operands(x, w, precision, preferred_element_type)
+        found, *gathered = multiply(x, w, **_params(contraction, precision, result))
+        return [compat.with_type(found, result.dtype, result.weak_type), *gathered]
+
+    def with_gather(x: Array, w: Array, **params: Any) -> list[Array]:
+        return gathered_product(x, w, axis=axis, keeps=keeps, **params)
+
+    def by_gathered(x: Array, w: Array, **params: Any) -> list[Array]:
+        return [contract(x, w, **params)]
+
+    multiplied = _operands(x, first, precision, preferred_element_type)[0].dtype
+    if axis is None or x.dtype.itemsize < multiplied.itemsize:
+        # Rows of a narrower type than is multiplied are gathered in their own.
+        rows = [lax.all_gather(x, axis_name, tiled=True)]
+        products, others = [], [first, *others]
+    else:
+        found, *rows = product(with_gather, x, first)
+        products = [found]
+    products += [product(by_gathered, rows[0], each)[0] for each in others]
+    return products if is_several else products[0]
+
+
+@jitted("axis_name", "precision", "preferred_element_type")
+def matmul_reduce_scatter(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: str,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """Matrix product ``lax.psum_scatter(x @ w, axis_name, tiled=True)`` inside ``shard_map``.
+
+    On GPUs of one process that access each other's memory, the product's rows are sent while others
+    are computed, if that is predicted to be faster. A device then adds the terms of the others to
+    the accumulators of its own, in an order that only its place along the axis decides. The
+    gradient with respect to ``x`` is that of :func:`all_gather_matmul`.
+
+    Parameters
+    ----------
+    x
+        This device's columns, of shape ``(devices * m, ..., k)``, where ``devices`` are those along
+        the axis.
+    w
+        This device's rows, of shape ``(k, n)``.
+    axis_name
+        The mesh axis along which products are added and rows are scattered.
+    precision, preferred_element_type
+        As in :func:`matmul`.
+
+    Returns
+    -------
+    Array
+        Shape ``(m, ..., n)``.
+
+    Raises
+    ------
+    ValueError
+        If ``x`` has fewer than two dimensions, ``w`` is no matrix, or the number of devices does
+        not divide the rows.
+    TypeError
+        If contracted sizes differ.
+    NameError
+        If there is no such axis.
+
+    See Also
+    --------
+    all_gather_matmul : the product whose rows are gathered.
+    """
+    axis = _mesh_axis(axis_name)
+    x, w = _varying([x, w], axis)
+    x, w, contraction, result = _operands(x, w, precision, preferred_element_type)
+    params = _params(contraction, precision, result)
+    if axis is None:
+        product = lax.psum_scatter(contract(x, w, **params), axis_name, tiled=True)
+    else:
+        product = scattered_product(x, w, axis=axis, **params)
+    return compat.with_type(product, result.dtype, result.weak_type)
+
+
+def _varying(operands: Sequence[ArrayLike], axis: MeshAxis | None) -> Sequence[Array]:
+    """Return arrays of which devices along the axis have their own, cast as they are given."""
+    arrays = [jnp.asarray(x) for x in operands]
+    return arrays if axis is None else compat.unify_varying(*arrays, over=(axis.name,))
+
+
+def _operands(
+    x: ArrayLike, w: ArrayLike, precision: Any, preferred_element_type: Any
+) -> tuple[Array, Array, Contraction, Any]:
+    if jnp.ndim(x) < 2 or jnp.ndim(w) != 2:
+        raise ValueError(
+            f"x of shape {jnp.shape(x)} has at least two dimensions, and w of shape {jnp.shape(w)} "
+            "is a matrix"
+        )
+    by_matmul = functools.partial(
+        jnp.matmul, precision=precision, preferred_element_type=preferred_element_type
+    )
+    result = compat.result_type(by_matmul, x, w)
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    *rows, k = range(x.ndim)
+    n = x.ndim
+    contraction = Contraction((*rows, k), (k, n), (*rows, n))
+    x, w = common_type(x, w, result.dtype, compat.canonicalize_precision(precision))
+    return x, w, contraction, result
+
+
+def _params(contraction: Contraction, precision: Any, result: Any) -> dict[str, Any]:
+    return {
+        "contraction": contraction,
+        "precision": compat.canonicalize_precision(precision),
+        "out_dtype": np.dtype(result.dtype),
+    }
+
+
+def _mesh_axis(name: Any) -> MeshAxis | None:
+    """Return the mesh axis of this name that is manual here, if there is one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not isinstance(name, str) or name not in mesh.manual_axes or mesh.shape[name] == 1:
+        return None
+    names = list(mesh.shape)
+    minor = names[names.index(name) + 1 :]
+    return MeshAxis(name, mesh.shape[name], math.prod(mesh.shape[other] for other in minor))
+
+
+# Products along a mesh axis. The first label of ``lhs`` and of the result is that of the rows which
+# devices exchange.
+
+
+def gathered_product(x: Array, w: Array, *, keeps: bool, **params: Any) -> list[Array]:
+    """Return the product of all devices' rows, and also the gathered rows if ``keeps``."""
+    results: list[Array] = _gathered(x, w, keeps=keeps, **params)
+    return results
+
+
+def scattered_product(x: Array, w: Array, **params: Any) -> Array:
+    """Return this device's rows of the sum of all devices' products."""
+    result: Array = _scattered(x, w, **params)
+    return result
+
+
+def _all_gather(x: Array, axis: MeshAxis) -> Array:
+    gathered: Array = lax.all_gather(x, axis.name, tiled=True)
+    return gathered
+
+
+def _reduce_scatter(x: Array, axis: MeshAxis) -> Array:
+    scattered: Array = lax.psum_scatter(x, axis.name, tiled=True)
+    return scattered
+
+
+def _reference_of_gathered(
+    x: Array, w: Array, *, axis: MeshAxis, keeps: bool, **params: Any
+) -> list[Array]:
+    gathered = _all_gather(x, axis)
+    product = contract(gathered, w, **params)
+    return [product, gathered] if keeps else [product]
+
+
+def _reference_of_scattered(x: Array, w: Array, *, axis: MeshAxis, **params: Any) -> Array:
+    return _reduce_scatter(contract(x, w, **params), axis)
+
+
+def _reference_of_tangent(
+    x_tangent: Array, w_tangent: Array, x: Array, w: Array, *, axis: MeshAxis, **params: Any
+) -> Array:
+    terms = contract(x_tangent, w, **params) + contract(x, w_tangent, **params)
+    return _reduce_scatter(terms, axis)
+
+
+# Derivatives. The gathered rows are kept for the cotangent of ``w``.
+
+
+def _jvp_of_gathered(
+    primals: Sequence[Any], tangents: Sequence[Any], *, keeps: bool, axis: MeshAxis, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    (x, w), (x_tangent, w_tangent) = primals, tangents
+    moves = type(w_tangent) is not ad.Zero
+    results = gathered_product(x, w, keeps=keeps or moves, axis=axis, **params)
+    derived = [compat.zero_tangent(result) for result in results[: 1 + keeps]]
+    if type(x_tangent) is not ad.Zero:
+        derived = gathered_product(x_tangent, w, keeps=keeps, axis=axis, **params)
+    if moves:
+        derived[0] = ad.add_tangents(derived[0], contract(results[1], w_tangent, **params))
+    return results[: 1 + keeps], derived
+
+
+def _jvp_of_scattered(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Array, Any]:
+    (x, w), (x_tangent, w_tangent) = primals, tangents
+    result = scattered_product(x, w, **params)
+    moving = [type(tangent) is not ad.Zero for tangent in tangents]
+    if all(moving):
+        return result, _tangent(x_tangent, w_tangent, x, w, **params)
+    if moving[0]:
+        return result, scattered_product(x_tangent, w, **params)
+    if moving[1]:
+        return result, scattered_product(x, w_tangent, **params)
+    return result, compat.zero_tangent(result)
+
+
+def _of_cotangent(c: Contraction) -> Contraction:
+    """Return the product of the result's cotangent and ``rhs`` that is the cotangent of ``lhs``."""
+    return dataclasses.replace(c, lhs=c.out, out=c.lhs)
+
+
+def _cotangent_of_w(x: Array, cotangent: Array, w: Any, contraction: Contraction, p: Any) -> Array:
+    c = dataclasses.replace(contraction, rhs=contraction.out, out=contraction.rhs)
+    return contract(x, cotangent, contraction=c, precision=p, out_dtype=w.dtype)
+
+
+def _gathered_for_x(
+    cotangents: Sequence[Array],
+    x: Any,
+    w: Array,
+    *,
+    axis: MeshAxis,
+    contraction: Contraction,
+    precision: Any,
+    **_: Any,
+) -> Array:
+    c, (of_product, *of_rows) = _of_cotangent(contraction), cotangents
+    params = {"contraction": c, "precision": precision, "out_dtype": x.dtype}
+    if not of_rows:
+        return scattered_product(of_product, w, axis=axis, **params)
+    # One reduce-scatter for the cotangents by both results.
+    return _reduce_scatter(contract(of_product, w, **params) + of_rows[0], axis)
+
+
+def _gathered_for_w(
+    cotangents: Sequence[Array],
+    x: Array,
+    w: Any,
+    *,
+    axis: MeshAxis,
+    contraction: Contraction,
+    precision: Any,
+    **_: Any,
+) -> Array:
+    return _cotangent_of_w(_all_gather(x, axis), cotangents[0], w, contraction, precision)
+
+
+def _scattered_for_x(
+    cotangent: Array, x: Any, w: Array, *, contraction: Contraction, **params: Any
+) -> Array:
+    c = _of_cotangent(contraction)
+    of_x = {**params, "contraction": c, "out_dtype": x.dtype}
+    return gathered_product(cotangent, w, keeps=False, **of_x)[0]
+
+
+def _scattered_for_w(
+    cotangent: Array,
+    x: Array,
+    w: Any,
+    *,
+    axis: MeshAxis,
+    contraction: Contraction,
+    precision: Any,
+    **_: Any,
+) -> Array:
+    return _cotangent_of_w(x, _all_gather(cotangent, axis), w, contraction, precision)
+
+
+def _tangent_for(
+    first: int,
+    cotangent: Array,
+    *operands: Any,
+    contraction: Contraction,
+    precision: Any,
+    **params: Any,
+) -> tuple[Array, Array]:
+    """Return the cotangents of a pair ``x`` and ``w``, which share the gathered cotangent."""
+    x, w = operands[2 - first : 4 - first]
+    wanted_x, wanted_w = operands[first : first + 2]
+    of_x = {
+        **params,
+        "contraction": _of_cotangent(contraction),
+        "precision": precision,
+        "out_dtype": wanted_x.dtype,
+    }
+    for_x, gathered = gathered_product(cotangent, w, keeps=True, **of_x)
+    return for_x, _cotangent_of_w(x, gathered, wanted_w, contraction, precision)
+
+
+# Batching: a mapped dimension follows the rows.
+
+
+def _mapped(
+    operands: Sequence[Array], dims: Sequence[int | None], contraction: Contraction
+) -> tuple[list[Array], Contraction]:
+    x, w = operands
+    new = 1 + max(*contraction.lhs, *contraction.rhs)
+    at = None
+    if dims[0] is not None:
+        x, at = jnp.moveaxis(x, dims[0], 1), 1
+    return [x, w], dataclasses.replace(
+        contraction,
+        lhs=labelled(contraction.lhs, new, at),
+        rhs=labelled(contraction.rhs, new, dims[1]),
+        out=labelled(contraction.out, new, 1),
+    )
+
+
+def _batch_gathered(
+    _: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    contraction: Contraction,
+    **params: Any,
+) -> tuple[list[Array], list[int | None]]:
+    operands, contraction = _mapped(operands, dims, contraction)
+    results = gathered_product(*operands, contraction=contraction, **params)
+    rows = None if dims[0] is None else 1
+    return results, [1, rows][: len(results)]
+
+
+def _batch_scattered(
+    _: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    contraction: Contraction,
+    **params: Any,
+) -> tuple[Array, int]:
+    operands, contraction = _mapped(operands, dims, contraction)
+    return scattered_product(*operands, contraction=contraction, **params), 1
+
+
+def _batch_tangent(
+    _: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
+) -> tuple[Array, int]:
+    reference = functools.partial(_reference_of_tangent, **params)
+    return jax.vmap(reference, dims)(*operands), 0
+
+
+# Partitioning: a product along an axis takes the place of a product and a collective.
+
+
+def _along_axis(
+    exchange: RowExchange,
+    lhs: Any,
+    rhs: Any,
+    *_: Any,
+    contraction: Contraction,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    function: Any = None,
+    **__: Any,
+) -> Callable[..., list[Array]] | None:
+    """Return the function of local operands in which devices exchange rows, if it is faster."""
+    if contraction.group is not None or function is not None:
+        return None
+    is_swapped = exchange.operand == 1
+    if is_swapped:
+        lhs, rhs, contraction = rhs, lhs, contraction.swapped()
+        precision = swapped_precision(precision)
+    params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
+    if exchange.is_shared and not overlap.is_asked_for():
+        # One all-gather serves all readers.
+        return None
+    size = exchange.axis.size
+    out = result_of(lhs, rhs, 1 / size if exchange.scatters else size, contraction, out_dtype)
+    if isinstance(
+        parts_of(lhs, rhs, out, exchange.axis, contraction, scatters=exchange.scatters), str
+    ):
+        return None
+
+    def exchanged(*operands: Array, **_: Any) -> list[Array]:
+        x, w = reversed(operands) if is_swapped else operands
+        if exchange.scatters:
+            return [scattered_product(x, w, axis=exchange.axis, **params)]
+        return gathered_product(x, w, axis=exchange.axis, keeps=False, **params)
+
+    return exchanged
+
+
+register_exchange("tilekern_contract", _along_axis)
+
+
+# Primitives.
+
+
+def _describe(what: str, contraction: Contraction, axis: MeshAxis, **_: Any) -> str:
+    return f"{contraction}, {what} over {axis.name}"
+
+
+_gathered = define(
+    Operation(
+        name="tilekern_gathered_product",
+        reference=_reference_of_gathered,
+        several_results=True,
+        jvp=_jvp_of_gathered,
+        transposes={0: _gathered_for_x, 1: _gathered_for_w},
+        batch=_batch_gathered,
+        sharding_rule=None,
+        planners=planners(
+            gathered_kernel,
+            _reference_of_gathered,
+            "rows gathered first",
+            on_cpu="CPUs share their memory",
+        ),
+        describe=functools.partial(_describe, "rows gathered"),
+        stands_for=as_dot_general,
+    )
+)
+_scattered = define(
+    Operation(
+        name="tilekern_scattered_product",
+        reference=_reference_of_scattered,
+        jvp=_jvp_of_scattered,
+        transposes={0: _scattered_for_x, 1: _scattered_for_w},
+        batch=_batch_scattered,
+        sharding_rule=None,
+        planners=planners(
+            scattered_kernel,
+            _reference_of_scattered,
+            "terms added and scattered afterwards",
+            on_cpu="CPUs share their memory",
+        ),
+        describe=functools.partial(_describe, "rows scattered"),
+        stands_for=as_dot_general,
+    )
+)
+# The tangent of a scattered product: linear in each pair of ``x`` and ``w``.
+_tangent = define(
+    Operation(
+        name="tilekern_scattered_product_tangent",
+        reference=_reference_of_tangent,
+        transposes={
+            (0, 1): functools.partial(_tangent_for, 0),
+            (2, 3): functools.partial(_tangent_for, 2),
+        },
+        batch=_batch_tangent,
+        sharding_rule=None,
+        planners={},
+        describe=functools.partial(_describe, "rows scattered, tangent"),
+    )
+)

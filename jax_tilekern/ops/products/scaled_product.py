@@ -1,0 +1,498 @@
+"""The primitive of products of 8-bit floats that have a scale for each block.
+
+It contracts the last dimensions of ``lhs`` and ``rhs``, whose scales follow them. The shape of an
+array of scales states the blocks: scales of rows, of blocks of 128 rows and of all rows differ in
+their strides alone, so one kernel takes them all. With ``rows_last`` an array has those of adjacent
+rows adjacent, ``(..., ceil(K / 128), rows)``, and those of ``rhs`` are padded to a multiple of 4.
+
+With groups it is a grouped GEMM, and the bounds of the groups follow. With a function it has an
+epilogue, whose operands come last.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_tilekern.epilogue.scalar_function import ScalarFunction
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
+from jax_tilekern.ops.products.contraction import as_dot_general, contract, masked_product
+from jax_tilekern.ops.products.contraction_lowering import LoweredProduct, cuda_kernel
+from jax_tilekern.ops.products.epilogues import (
+    described_function,
+    elementwise_function,
+    jvp_at_pre_activation,
+    quantized_after,
+    saved_pre_activation,
+    with_epilogue,
+)
+from jax_tilekern.ops.products.fused_lowering import fused_kernel
+from jax_tilekern.ops.products.groups import local_bounds, used
+from jax_tilekern.ops.products.scaled_layout import (
+    scales_in_memory,
+    stored_scales,
+    strided_product,
+    with_columns_first,
+)
+from jax_tilekern.ops.products.scaled_operands import dequantized, refuse_tangent
+from jax_tilekern.partitioning.local_program import FunctionOfSum, Shard
+from jax_tilekern.partitioning.rule import Dims, ShardingRule
+from jax_tilekern.plans.contraction import Contraction, Labels, labelled
+from jax_tilekern.plans.gemm.problem import Product, Scales
+from jax_tilekern.plans.gemm.select import copies_rows_first
+from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.quantize import BLOCK
+from jax_tilekern.primitives.linearity import tangents_out
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    Outcome,
+    Params,
+    Planner,
+    Rewrite,
+    Transposes,
+    define,
+)
+from jax_tilekern.primitives.remat import Saved
+
+_F32: np.dtype[Any] = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The parameters of a call."""
+
+    contraction: Contraction
+    out_dtype: np.dtype[Any]
+    rows_last: tuple[bool, bool] = (False, False)
+    function: ScalarFunction | None = None
+    operand_labels: tuple[Labels, ...] = ()
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.contraction.group is not None
+
+    @property
+    def name(self) -> str:
+        """The public function that it is."""
+        return "scaled_ragged_dot" if self.is_grouped else "scaled_matmul"
+
+    @property
+    def factors(self) -> int:
+        """The number of operands before those of the function."""
+        return 4 + self.is_grouped
+
+    def product(self, dtype: np.dtype[Any]) -> Params:
+        """Return the parameters of the product alone, of a type."""
+        return {
+            "contraction": self.contraction, "out_dtype": dtype, "rows_last": self.rows_last
+        }  # fmt: skip
+
+    def elementwise(self, function: ScalarFunction | None = None) -> Callable[..., list[Array]]:
+        """Return its function, or another, of the accumulators and of what it reads."""
+        function = function or self.function
+        assert function is not None
+        return elementwise_function(function, self.contraction, self.operand_labels)
+
+
+def scaled_product(*factors: Array, **params: Any) -> Array:
+    """Multiply without an epilogue."""
+    (result,) = _bind(*factors, **params)
+    return result  # type: ignore[no-any-return]
+
+
+def scaled_product_with_epilogue(
+    *factors: Array,
+    operands: Sequence[tuple[Array, Labels]],
+    function: ScalarFunction,
+    **params: Any,
+) -> list[Array]:
+    """Multiply, and apply a function to the elements, given its operands and their labels."""
+    compute = unfused if function.is_closure else _bind
+    labels = tuple(labels for _, labels in operands)
+    read = (x for x, _ in operands)
+    results: list[Array] = compute(
+        *factors, *read, function=function, operand_labels=labels, **params
+    )
+    return results
+
+
+# Meaning.
+
+
+def _by(multiply: Callable[..., Array], *operands: Array, **params: Any) -> list[Array]:
+    """Contract the operands in float32."""
+    call = _Call(**params)
+
+    def factor(i: int) -> Array:
+        x, scales = operands[i], operands[2 + i]
+        if call.rows_last[i]:
+            scales = jnp.swapaxes(scales[..., : x.shape[-2]], -1, -2)
+        return dequantized(x, scales)
+
+    result = multiply(
+        factor(0),
+        factor(1),
+        *operands[4 : call.factors],
+        contraction=call.contraction,
+        precision=(lax.Precision.HIGHEST, lax.Precision.HIGHEST),
+        out_dtype=_F32,
+    )
+    if call.function is None:
+        return [result.astype(call.out_dtype)]
+    return call.elementwise()(result, *operands[4:])
+
+
+_reference = functools.partial(_by, masked_product)
+_by_contraction = functools.partial(_by, contract)
+
+
+def unfused(*operands: Array, **params: Any) -> list[Array]:
+    """Compute the product by a kernel, and the epilogue in XLA."""
+    call = _Call(**params)
+    assert call.function is not None
+    if call.function.quantizes:
+
+        def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
+            compute = unfused if function.is_closure else _bind
+            return compute(*operands, **params | {"function": function})
+
+        return quantized_after(fused, call.function, *operands)
+    accumulators = scaled_product(*operands[: call.factors], **call.product(_F32))
+    return call.elementwise()(accumulators, *operands[4:])
+
+
+# Rules.
+
+
+def _refuse_tangent(operand: int, **params: Any) -> None:
+    refuse_tangent(_Call(**params).name, operand)
+
+
+def _jvp(
+    primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Array], list[Any]]:
+    """Differentiate a call with an epilogue."""
+    call, n = _Call(**params), _Call(**params).factors
+    assert call.function is not None
+    for operand, tangent in enumerate(tangents[:2]):
+        if type(tangent) is not ad.Zero:
+            refuse_tangent(call.name, operand)
+
+    def multiply(*factors: Array) -> list[Array]:
+        return [scaled_product(*factors, **call.product(call.out_dtype))]
+
+    def change(product: Array) -> Any:
+        return tangents_out(multiply, [(2,), (3,)], primals[:n], tangents[:n], [product])[0]
+
+    def bind(*operands: Array, function: ScalarFunction) -> list[Array]:
+        results: list[Array] = _bind(*operands, **params | {"function": function})
+        return results
+
+    return jvp_at_pre_activation(
+        bind, change, call.elementwise, call.function, _F32, call.out_dtype, 4, primals, tangents
+    )
+
+
+def _cotangent(operand: int, cotangents: Sequence[Array], *operands: Any, **params: Any) -> Array:
+    read, by = [*operands], _reference
+    if len(operands) > 4:
+        # The reference has all rows for each group.
+        lhs, rhs, *_, bounds = operands
+        read[:2] = used(lhs, rhs, bounds, contraction=params["contraction"])
+        by = _by_contraction
+
+    def linear(scales: Array) -> list[Array]:
+        return by(*read[:operand], scales, *read[operand + 1 :], **params)
+
+    (result,) = jax.linear_transpose(linear, operands[operand])(list(cotangents))
+    return result  # type: ignore[no-any-return]
+
+
+def _transposes(*, function: ScalarFunction | None = None, **_: Any) -> Transposes:
+    """Return the rules of both arrays of scales, in which a product alone is linear."""
+    if function is not None:
+        return {}
+    return {i: functools.partial(_cotangent, i) for i in (2, 3)}
+
+
+def _batch(
+    axis_data: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
+) -> tuple[list[Array], list[int]]:
+    """Put the mapped axis first. An operand and its scales have it together."""
+    call, n = _Call(**params), _Call(**params).factors
+    out_dims = [0] if call.function is None else call.function.mapped_dims
+    if all(dim is None for dim in dims[:n]):
+        # One product has an epilogue for each element of the batch.
+        accumulators = scaled_product(*operands[:n], **call.product(_F32))
+        over = jax.vmap(call.elementwise(), (None, *dims[4:]), out_dims)
+        return over(accumulators, *operands[4:]), out_dims
+    mapped = [dims[i] is not None or dims[i + 2] is not None for i in (0, 1)] * 2
+    mapped += [dim is not None for dim in dims[4:n]]
+
+    def moved(x: Array, dim: int | None, is_mapped: bool) -> Array:
+        if not is_mapped:
+            return x
+        if dim is None:
+            return jnp.broadcast_to(x, (axis_data.size, *x.shape))
+        return jnp.moveaxis(x, dim, 0)
+
+    labels = call.contraction.mapped(*(0 if x else None for x in (*mapped[:2], *mapped[4:])))
+    params["contraction"], new = labels, labels.out[0]
+    if call.function is not None:
+        own = zip(call.operand_labels, dims[n:], strict=True)
+        params["operand_labels"] = tuple(labelled(x, new, dim) for x, dim in own)
+    factors = map(moved, operands[:n], dims[:n], mapped)
+    return _bind(*factors, *operands[n:], **params), out_dims
+
+
+def _sharding_rule(
+    lhs: Any, rhs: Any, lhs_scales: Any, rhs_scales: Any, *others: Any, **params: Any
+) -> ShardingRule:
+    """Let devices share whole blocks, along dimensions that consist of those."""
+    call = _Call(**params)
+    c = call.contraction
+    factors, of_scales = list(zip((c.lhs, c.rhs), (lhs, rhs), strict=True)), []
+    for (_, x), scales, last in zip(factors, (lhs_scales, rhs_scales), call.rows_last, strict=True):
+        *leading, rows, blocks = scales.shape
+        if last:
+            rows, blocks = min(blocks, x.shape[-2]), rows
+        of_scales.append((*leading, rows, blocks))
+    sizes: dict[int, int] = {}
+    blocked: set[int] = set()
+    for (labels, x), counts in zip(factors, of_scales, strict=True):
+        for label, size, count in zip(labels, x.shape, counts, strict=True):
+            if count not in (1, size):
+                blocked.add(label)
+            sizes[label] = size
+    whole = {label for label in blocked if sizes[label] % BLOCK}
+    blocked -= whole
+    # Each row is multiplied for one group only.
+    flops = 2 * math.prod(size for label, size in sizes.items() if label != c.group)
+    sizes = {
+        label: size // BLOCK if label in blocked else size
+        for label, size in sizes.items()
+        if label not in whole
+    }
+
+    def kept(labels: Sequence[int]) -> Dims:
+        return tuple(None if x in whole else x for x in labels)
+
+    def of_scale(labels: Sequence[int], counts: Sequence[int], last: bool) -> Dims:
+        *leading, rows, blocks = (
+            label if count > 1 else None for label, count in zip(kept(labels), counts, strict=True)
+        )
+        return (*leading, blocks, rows) if last else (*leading, rows, blocks)
+
+    # A device has the bounds of its own rows and groups.
+    prefix, bounds = c.bounds[:-1], others[: call.is_grouped]
+    for x in bounds:
+        sizes |= zip(prefix, x.shape, strict=False)
+    m, n, k = c.lhs[-2], c.rhs[-2], c.lhs[-1]
+    own = {**dict.fromkeys(c.out[:-2], "batch"), m: "m", n: "n", k: "k"}
+    rule = ShardingRule(
+        (
+            kept(c.lhs),
+            kept(c.rhs),
+            *map(of_scale, (c.lhs, c.rhs), of_scales, call.rows_last),
+            *((*prefix, None) for _ in bounds),
+        ),
+        (kept(c.out),),
+        sizes,
+        flops=flops,
+        names=c.names if call.is_grouped else own,
+        blocked=frozenset(blocked),
+    )
+    if call.function is None:
+        return rule
+    return with_epilogue(rule, [*map(kept, call.operand_labels)], call.function)
+
+
+def _localised(shard: Shard, *operands: Array, contraction: Contraction, **_: Any) -> list[Array]:
+    if contraction.group is None:
+        return [*operands]
+    *others, bounds = operands
+    return [*others, local_bounds(shard, bounds, contraction)]
+
+
+# Partitioning: the sum over devices is completed before the epilogue, which is not linear.
+
+
+def _in_float32(**params: Any) -> Params:
+    call = _Call(**params)
+    if call.function is None:
+        # XLA adds the terms of its own dense products in their type.
+        return params | ({"out_dtype": _F32} if call.is_grouped else {})
+    return params | {"function": call.function.with_reductions_in_float32(), "out_dtype": _F32}
+
+
+def _function_of_sum(**params: Any) -> FunctionOfSum:
+    call = _Call(**params)
+
+    def epilogue(total: Array, *operands: Array) -> list[Array]:
+        return call.elementwise()(total.astype(_F32), *operands[4:])
+
+    term = functools.partial(scaled_product, **call.product(call.out_dtype))
+    return FunctionOfSum(term, call.out_dtype, epilogue)
+
+
+# Checkpoint policies.
+
+
+def _as_dot_general(
+    *, contraction: Contraction, out_dtype: np.dtype[Any], **_: Any
+) -> tuple[compat.Primitive, dict[str, Any]] | None:
+    return as_dot_general(contraction, None, out_dtype)
+
+
+def _saved(**params: Any) -> Saved | None:
+    call = _Call(**params)
+    if call.function is None:
+        return None
+    return saved_pre_activation(call.function, call.elementwise(), _F32, between=2)
+
+
+# Lowering.
+
+
+def _refusal(*_: Any, **__: Any) -> Fallback | None:
+    return None
+
+
+def _described(**params: Any) -> str:
+    call = _Call(**params)
+    text = f"{call.name} {call.contraction}"
+    if call.function is None:
+        return text
+    return f"{text}, {described_function(call.function, call.contraction, call.operand_labels)}"
+
+
+def _dequantised(why: str, params: Params) -> Rewrite:
+    text = "the operands are dequantised, and multiplied in float32"
+    function = functools.partial(_by_contraction, **params)
+    return Rewrite(f"{text}: {why}" if why else text, function)
+
+
+def _cpu(_operands: Any, _avals: Any, **params: Any) -> Rewrite:
+    why = "kernels are for Hopper GPUs" if _Call(**params).is_grouped else ""
+    return _dequantised(why, params)
+
+
+def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
+    call, n = _Call(**params), _Call(**params).factors
+    factors, bounds = operands[:2], operands[4:n]
+    stored = [*map(stored_scales, operands[2:4], call.rows_last)]
+    scales = [
+        scales_in_memory(x.aval.shape[-2], own.shape[-2:], own.strides[-2:])
+        for x, own in zip(factors, stored, strict=True)
+    ]
+    read = (*(x.value for x in (*factors, *bounds)), *(x.value for x in stored))
+
+    def state(_: Any, out_dtype: np.dtype[Any], extra: Sequence[Labels] = ()) -> LoweredProduct:
+        shapes = [x.aval.shape for x in (*factors, *bounds)]
+        geometry, of_both, strides = strided_product(
+            call.contraction, shapes, scales, [x.strides for x in stored], extra
+        )
+        left, right = (x.aval.dtype for x in factors)
+        stated = Product(geometry, left, right, out_dtype, "fp8", scales=of_both)
+        return LoweredProduct(stated, read, strides)
+
+    product = state(None, call.out_dtype).product
+    assert product.scales is not None
+
+    def are_unfit(found: Scales, x: Operand) -> bool:
+        adjacent = found.block_rows != 1 or found.fit_bulk_copies(x.aval.shape[-2])
+        return found.row_stride > 0 and not adjacent
+
+    if call.is_grouped:
+        # Rows of groups have scales of rows, unless there is one for all.
+        of_rows, of_columns = product.scales
+        unfit = of_rows.row_stride > 0 and are_unfit(of_columns, factors[1])
+    else:
+        unfit = all(map(are_unfit, scales, factors))
+    if unfit and not call.rows_last[1]:
+        return Rewrite(
+            "scales of rhs copied first: those of columns are adjacent, and a multiple of 4",
+            functools.partial(_with_columns_first, **params),
+        )
+    if not call.is_grouped and copies_rows_first(product, current_gpu()):
+        return Rewrite(
+            "scales of lhs copied first: those of rows are adjacent",
+            functools.partial(_with_rows_first, **params),
+        )
+    if call.function is None:
+        kernel = cuda_kernel(product, read)
+        if call.is_grouped and isinstance(kernel, Fallback):
+            return _dequantised(kernel.reason, params)
+        return kernel
+    found = fused_kernel(
+        operands[:n],
+        None,
+        operands[n:],
+        contraction=call.contraction,
+        operand_labels=call.operand_labels,
+        function=call.function,
+        accumulator=_F32,
+        state=state,
+    )
+    if not isinstance(found, str):
+        return found
+    text = f"the epilogue runs in XLA, after the product: {found}"
+    return Rewrite(text, functools.partial(unfused, **params))
+
+
+def _with_rows_first(
+    lhs: Array, rhs: Array, lhs_scales: Array, *operands: Array, **params: Any
+) -> list[Array]:
+    # The kernel reads them where they lie before the second transpose.
+    rows = jnp.swapaxes(jnp.swapaxes(lhs_scales, -1, -2), -1, -2)
+    results: list[Array] = _bind(lhs, rhs, rows, *operands, **params)
+    return results
+
+
+def _with_columns_first(
+    lhs: Array,
+    rhs: Array,
+    lhs_scales: Array,
+    rhs_scales: Array,
+    *others: Array,
+    rows_last: tuple[bool, bool],
+    **params: Any,
+) -> list[Array]:
+    columns = with_columns_first(rhs_scales, rhs.shape[-2])
+    results: list[Array] = _bind(
+        lhs, rhs, lhs_scales, columns, *others, rows_last=(rows_last[0], True), **params
+    )
+    return results
+
+
+_bind = define(
+    Operation(
+        name="tilekern_scaled_matmul",
+        reference=_reference,
+        several_results=True,
+        jvp=_jvp,
+        is_linear=lambda function=None, **_: function is None,
+        transposes=_transposes,
+        refuse_tangent=_refuse_tangent,
+        batch=_batch,
+        sharding_rule=_sharding_rule,
+        localised=_localised,
+        planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
+        describe=_described,
+        in_float32=_in_float32,
+        function_of_sum=_function_of_sum,
+        stands_for=_as_dot_general,
+        saved=_saved,
+    )
+)

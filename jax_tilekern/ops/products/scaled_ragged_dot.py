@@ -1,0 +1,148 @@
+"""``scaled_ragged_dot``: grouped GEMMs of 8-bit floats that have a scale for each block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tilekern.ops.explicit import by_automatic_axes, spec_of
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.products.groups import checked_offset, group_bounds
+from jax_tilekern.ops.products.scaled_operands import blocks_of, check_scales, check_types
+from jax_tilekern.ops.products.scaled_product import scaled_product
+from jax_tilekern.plans.contraction import Contraction
+from jax_tilekern.plans.gemm.arithmetic import TYPES
+
+_ROW, _K, _GROUP, _COLUMN = range(4)
+# Rows times the transpose of a matrix for each group.
+_ROWS_BY_MATRICES = Contraction(
+    (_ROW, _K), (_GROUP, _COLUMN, _K), (_ROW, _COLUMN), (_GROUP,), _ROW, _GROUP
+)
+
+
+@jitted("preferred_element_type")
+def scaled_ragged_dot(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    lhs_scales: ArrayLike,
+    rhs_scales: ArrayLike,
+    preferred_element_type: DTypeLike = np.float32,
+    *,
+    group_offset: ArrayLike | None = None,
+) -> Array:
+    """Multiply consecutive groups of rows by a matrix each, all of 8-bit floats with scales.
+
+    It is :func:`ragged_dot` of what the scales make of both operands, computed as
+    :func:`scaled_matmul` computes a product. Groups have any sizes, and no row is padded for.
+    Scales are differentiable, and a tangent of an operand is refused.
+
+    Parameters
+    ----------
+    lhs
+        Rows, shape ``(M, K)``, of float8_e4m3fn or float8_e5m2.
+    rhs
+        A matrix for each group, shape ``(groups, N, K)``, of either type: its last dimension is
+        contracted, as that of :func:`scaled_matmul` is.
+    group_sizes
+        Integers of shape ``(groups,)``, as in :func:`ragged_dot`. Rows of no group are zeros in the
+        result.
+    lhs_scales
+        float32 of shape ``(M, ceil(K / 128))``, scales of blocks of 1x128. Either size may be 1.
+    rhs_scales
+        float32 of shape ``(groups, R, ceil(K / 128))``, where ``R`` is ``N``, ``ceil(N / 128)`` or
+        1. The last size may be 1.
+    preferred_element_type
+        Type of the result, to which it is rounded once.
+    group_offset
+        The first group that ``rhs`` has, as in :func:`ragged_dot`.
+
+    Returns
+    -------
+    Array
+        Shape ``(M, N)``. On a mesh with explicit axes it is split as the rows of ``lhs`` and the
+        columns of ``rhs`` are.
+
+    Raises
+    ------
+    TypeError
+        If a type is another one, or an operand has a tangent.
+    ValueError
+        If shapes do not match. The message has the shapes of scales that are possible.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x = jnp.ones((4, 256), jnp.float8_e4m3fn)
+    >>> w = jnp.ones((2, 3, 256), jnp.float8_e4m3fn)
+    >>> of_w = jnp.array([[[1.0, 1.0]], [[1.0, 3.0]]])
+    >>> jtk.scaled_ragged_dot(x, w, jnp.array([1, 2]), jnp.ones((4, 2)), of_w)
+    Array([[256., 256., 256.],
+           [512., 512., 512.],
+           [512., 512., 512.],
+           [  0.,   0.,   0.]], dtype=float32)
+    """
+    lhs, rhs, lhs_scales, rhs_scales = map(jnp.asarray, (lhs, rhs, lhs_scales, rhs_scales))
+    sizes = jnp.asarray(group_sizes)
+    out_dtype = np.dtype(jax.dtypes.canonicalize_dtype(preferred_element_type))
+    _check(lhs, rhs, sizes, lhs_scales, rhs_scales, out_dtype)
+    offset = checked_offset("scaled_ragged_dot", group_offset)
+    if offset is None and sizes.shape != rhs.shape[:1]:
+        raise ValueError(
+            "scaled_ragged_dot has a matrix for each group: "
+            f"group_sizes {sizes.shape}, rhs {rhs.shape}"
+        )
+
+    def product(operands: tuple[Any, ...]) -> Array:
+        lhs, rhs, lhs_scales, rhs_scales, sizes, offset = operands
+        bounds = group_bounds(sizes, lhs.shape[0], offset, rhs.shape[0])
+        return scaled_rows_by_matrices(lhs, rhs, lhs_scales.T, rhs_scales, bounds, out_dtype)
+
+    operands = (lhs, rhs, lhs_scales, rhs_scales, sizes, offset)
+    result: Array = by_automatic_axes(product, operands, lambda: _split(lhs, rhs))
+    return result
+
+
+def _split(lhs: Array, rhs: Array) -> tuple[Any, Any]:
+    """Return how explicit axes split the result: as the rows, and as the columns if they can."""
+    rows, columns = spec_of(lhs)[0], spec_of(rhs)[1]
+    axes = [{x} if isinstance(x, str) else set(x or ()) for x in (rows, columns)]
+    return rows, columns if axes[0].isdisjoint(axes[1]) else None
+
+
+def scaled_rows_by_matrices(
+    lhs: Array,
+    rhs: Array,
+    lhs_scales: Array,
+    rhs_scales: Array,
+    bounds: Array,
+    out_dtype: np.dtype[Any],
+) -> Array:
+    """Multiply groups of rows, given their bounds, with scales of adjacent rows adjacent."""
+    own = out_dtype if out_dtype in TYPES["fp8"].results else np.dtype(np.float32)
+    return scaled_product(
+        lhs, rhs, lhs_scales, rhs_scales, bounds,
+        contraction=_ROWS_BY_MATRICES, out_dtype=own, rows_last=(True, False),
+    ).astype(out_dtype)  # fmt: skip
+
+
+def _check(
+    lhs: Array, rhs: Array, sizes: Array, lhs_scales: Array, rhs_scales: Array, out: np.dtype
+) -> None:
+    if (lhs.ndim, rhs.ndim, sizes.ndim) != (2, 3, 1):
+        raise ValueError(
+            "scaled_ragged_dot takes lhs (M, K), rhs (groups, N, K) and group_sizes (groups,), not "
+            f"{lhs.shape}, {rhs.shape} and {sizes.shape}"
+        )
+    if not jnp.issubdtype(sizes.dtype, np.integer):
+        raise TypeError(f"group_sizes of scaled_ragged_dot are integers, not {sizes.dtype}")
+    check_types("scaled_ragged_dot", lhs, rhs, out)
+    rows, columns = lhs.shape[0], rhs.shape[1]
+    check_scales("scaled_ragged_dot", "lhs", lhs, lhs_scales, (rows, 1))
+    check_scales("scaled_ragged_dot", "rhs", rhs, rhs_scales, (columns, blocks_of(columns), 1))

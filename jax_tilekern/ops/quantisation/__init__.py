@@ -1,0 +1,1 @@
+"""Blocks of 8-bit floats with scales."""

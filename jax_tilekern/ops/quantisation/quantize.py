@@ -1,0 +1,342 @@
+"""``quantize``: arrays of 8-bit floats with a scale for each block.
+
+Every platform gives the same bits. A reciprocal is rounded by integers, because XLA's division on
+GPUs is not rounded to nearest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.explicit import spec_of
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning.rule import Dims, ShardingRule
+from jax_tilekern.plans.gemm.arithmetic import FP8
+from jax_tilekern.plans.quantize import (
+    BLOCK,
+    QUANTIZED_DTYPES,
+    Quantized,
+    flag,
+    fp8_type,
+    plan_quantize,
+)
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    Outcome,
+    Planner,
+    Rewrite,
+    define,
+)
+
+Block = tuple[int | None, int | None]
+_BLOCKS: tuple[Block, ...] = ((1, BLOCK), (BLOCK, BLOCK), (1, None), (None, None))
+# Blocks with smaller magnitudes count as zeros, so that subnormal numbers of float32, which some
+# platforms flush, round to zero in every block.
+_LEAST = np.float32(2.0**-90)
+_INVERSE_OF_MAX = dict(zip(FP8, map(np.float32, (1 / 448, 1 / 57344)), strict=True))
+# A byte that is NaN of either type.
+_NAN = np.uint8(0x7F)
+
+
+@jitted("block", "dtype", "power_of_two", "both")
+def quantize(
+    x: ArrayLike,
+    block: Block = (1, BLOCK),
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    *,
+    power_of_two: bool = False,
+    both: bool = False,
+) -> Any:
+    """Round an array to 8-bit floats, with a scale for each block.
+
+    A scale is the largest magnitude of the block times the reciprocal of the largest number of
+    ``dtype``, both in float32. Values are rounded to nearest even after the multiplication by the
+    reciprocal of the scale, so that ``values * scale`` is close to ``x``. All platforms give the
+    same bits. There is no derivative; :func:`fp8_dot_general` has that of training.
+
+    - A block without a magnitude of ``2**-90`` or more has scale 1, and zeros.
+    - NaN and infinities become NaN, and do not count for the scale.
+
+    Parameters
+    ----------
+    x
+        ``(..., R, C)`` of bfloat16, float16 or float32.
+    block
+        Rows and columns of a block: ``(1, 128)``, ``(128, 128)``, ``(1, None)`` for whole rows or
+        ``(None, None)`` for whole matrices. Sizes need not be multiples of 128.
+    dtype
+        float8_e4m3fn or float8_e5m2.
+    power_of_two
+        Whether scales are rounded up to powers of two.
+    both
+        Whether the transpose is quantised, too, from one read of ``x``: a product that contracts
+        ``R`` takes it, because :func:`scaled_matmul` contracts last dimensions.
+
+    Returns
+    -------
+    tuple
+        Values ``(..., R, C)``, and scales of float32, ``(..., R, ceil(C / 128))`` in blocks of
+        ``(1, 128)``. With ``both``, this pair, and the pair of the transpose: values
+        ``(..., C, R)`` and scales ``(..., C, ceil(R / 128))``.
+
+    Raises
+    ------
+    TypeError
+        If a type is another one, or ``x`` has a tangent.
+    ValueError
+        If a block is another one, or ``x`` has fewer than 2 dimensions.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> values, scales = jtk.quantize(jnp.array([[1.0, -3.5], [0.0, 448.0]]))
+    >>> values
+    Array([[128, -448],
+           [0, 448]], dtype=float8_e4m3fn)
+    >>> scales
+    Array([[0.0078125],
+           [1.       ]], dtype=float32)
+    """
+    x = jnp.asarray(x)
+    quantized = fp8_type("quantize rounds to", dtype)
+    if x.dtype not in QUANTIZED_DTYPES:
+        raise TypeError(f"quantize takes bfloat16, float16 or float32, not {x.dtype}")
+    if block not in _BLOCKS:
+        raise ValueError(f"quantize has blocks {', '.join(map(str, _BLOCKS))}, not {block}")
+    if x.ndim < 2:
+        raise ValueError(f"quantize takes at least 2 dimensions, and x has shape {x.shape}")
+    both = flag("both of quantize", both)
+    params = {
+        "dtype": quantized,
+        "power_of_two": flag("power_of_two of quantize", power_of_two),
+        "both": both,
+    }
+    bind = _bind if block[1] else _bind_whole
+    results = bind(x, block=block, **params)
+    if block == (1, BLOCK):
+        results[1::2] = [jnp.swapaxes(scales, -1, -2) for scales in results[1::2]]
+    pair, of_transpose = tuple(results[:2]), tuple(results[2:])
+    return (pair, of_transpose) if both else pair
+
+
+# Meaning. Scales of (1, 128) blocks have those of adjacent rows adjacent, as products read them.
+
+
+def _reference(
+    x: Array, *, block: Block, dtype: np.dtype[Any], power_of_two: bool, both: bool
+) -> list[Array]:
+    x = x.astype(np.float32)
+    results: list[Array] = []
+    for each in (x, jnp.swapaxes(x, -1, -2)) if both else (x,):
+        values, scales = _quantized(each, block, dtype, power_of_two)
+        results += [values, jnp.swapaxes(scales, -1, -2) if block == (1, BLOCK) else scales]
+    return results
+
+
+def _quantized(
+    x: Array, block: Block, dtype: np.dtype[Any], power_of_two: bool
+) -> tuple[Array, Array]:
+    given, x = x, _in_whole_blocks(x, block)
+    finite = jnp.isfinite(x)
+    largest = jnp.where(finite, jnp.abs(x), 0)
+    for axis, size in zip((-2, -1), block, strict=True):
+        largest = _max_of_blocks(largest, axis % x.ndim, size)
+    scales = largest * _INVERSE_OF_MAX[dtype]
+    if power_of_two:
+        scales = _power_of_two(scales)
+    is_zero = largest < _LEAST
+    factors = jnp.where(is_zero, np.float32(1), _reciprocal(scales))
+    scales = jnp.where(is_zero, np.float32(1), scales)
+    for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
+        if size == BLOCK:
+            factors = of_elements(factors, axis, x.shape[axis])
+    # XLA may change the bits of NaN where it selects 8-bit floats.
+    bits = lax.bitcast_convert_type((x * factors).astype(dtype), np.uint8)
+    values = lax.bitcast_convert_type(jnp.where(finite, bits, _NAN), dtype)
+    if x is not given:
+        values = jax.sharding.reshard(values, jax.typeof(given).sharding)
+    return values, scales
+
+
+def _in_whole_blocks(x: Array, block: Block) -> Array:
+    """Gather the dimensions whose parts on a mesh with explicit axes are no whole blocks."""
+    sharding = compat.explicit_sharding(jax.typeof(x))
+    if sharding is None:
+        return x
+    spec = list(spec_of(x))
+    for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
+        names = spec[axis] or ()
+        names = (names,) if isinstance(names, str) else names
+        parts = math.prod(sharding.mesh.shape[name] for name in names)
+        if size == BLOCK and parts > 1 and x.shape[axis] % (parts * BLOCK):
+            spec[axis] = None
+    if spec == [*spec_of(x)]:
+        return x
+    whole: Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    return whole
+
+
+def of_elements(scales: Array, axis: int, size: int) -> Array:
+    """Repeat the scales of blocks for the ``size`` elements along an axis."""
+    *leading, count = scales.shape[: axis + 1]
+    following = scales.shape[axis + 1 :]
+    # jnp.repeat refuses explicit axes.
+    blocks = jnp.broadcast_to(
+        jnp.expand_dims(scales, axis + 1), (*leading, count, BLOCK, *following)
+    )
+    elements = blocks.reshape(*leading, count * BLOCK, *following)
+    return lax.slice_in_dim(elements, 0, size, axis=axis)
+
+
+def _max_of_blocks(x: Array, axis: int, size: int | None) -> Array:
+    if size is None:
+        return jnp.max(x, axis, keepdims=True, initial=0)
+    if size == 1:
+        return x
+    count = -(-x.shape[axis] // size)
+    padding = [(0, count * size - n if i == axis else 0) for i, n in enumerate(x.shape)]
+    shape = (*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+    return jnp.max(jnp.pad(x, padding).reshape(shape), axis + 1)
+
+
+def _power_of_two(x: Array) -> Array:
+    """Round normal numbers up to powers of two."""
+    bits = lax.bitcast_convert_type(x, np.int32)
+    return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, np.float32)
+
+
+def _reciprocal(x: Array) -> Array:
+    """Return 1 / x of positive normal numbers, rounded to nearest."""
+    bits = lax.bitcast_convert_type(x, np.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF | 0x800000
+    # The reciprocal of the mantissa in steps of 2^-24, up to a few of them; then the residual of
+    # its product with the mantissa, modulo 2^32, tells how many.
+    fraction = lax.bitcast_convert_type(bits & 0x7FFFFF | 0x3F800000, np.float32)
+    near = lax.div(jnp.ones_like(fraction), fraction)
+    steps = (near * np.float32(2**24)).astype(np.int32)
+    residual = -(steps * mantissa)
+    steps += jnp.floor_divide(2 * residual + mantissa, 2 * mantissa)
+    power = lax.bitcast_convert_type((254 - exponent) << 23, np.float32)
+    return steps.astype(np.float32) * np.float32(2**-24) * power
+
+
+# Rules.
+
+
+def _jvp(*_: Any, **__: Any) -> Any:
+    raise TypeError(
+        "quantize has no derivative, because it rounds: take jax_tilekern.fp8_dot_general, whose "
+        "derivative is that of training, or jax.lax.stop_gradient"
+    )
+
+
+def _batch(
+    _: Any, operands: Sequence[Array], dims: Sequence[int | None], *, block: Block, **params: Any
+) -> tuple[list[Array], list[int]]:
+    (x,), (dim,) = operands, dims
+    assert dim is not None
+    bind = _bind if block[1] else _bind_whole
+    results = bind(jnp.moveaxis(x, dim, 0), block=block, **params)
+    return results, [0] * len(results)
+
+
+def _sharding_rule(x: Any, *, block: Block, both: bool, **_: Any) -> ShardingRule:
+    """Let devices share whole blocks, of a dimension that consists of several."""
+    labels = tuple(range(x.ndim))
+    row, column = labels[-2:]
+    blocked = {column, *((row,) if both or block[0] == BLOCK else ())}
+    whole = {label for label in blocked if x.shape[label] % BLOCK or x.shape[label] <= BLOCK}
+    blocked -= whole
+    sizes = {
+        label: size // BLOCK if label in blocked else size
+        for label, size in enumerate(x.shape)
+        if label not in whole
+    }
+
+    def kept(*own: int) -> Dims:
+        return tuple(None if label in whole else label for label in own)
+
+    first = (row, column) if block == (BLOCK, BLOCK) else (column, row)
+    leading = labels[:-2]
+    results = [kept(*labels), kept(*leading, *first)]
+    if both:
+        results += [kept(*leading, column, row), kept(*leading, *first[::-1])]
+    return ShardingRule(
+        (kept(*labels),),
+        tuple(results),
+        sizes,
+        flops=x.size,
+        names={label: f"axis {label}" for label in labels},
+        blocked=frozenset(blocked),
+    )
+
+
+# Lowering.
+
+
+def _refusal(*_: Any, **__: Any) -> Fallback | None:
+    return None
+
+
+def _by_xla(*_: Any, **params: Any) -> Rewrite:
+    return Rewrite("XLA computes scales, and rounds", functools.partial(_reference, **params))
+
+
+def _cuda(
+    operands: Sequence[Operand],
+    _: Any,
+    *,
+    block: Block,
+    dtype: np.dtype[Any],
+    power_of_two: bool,
+    both: bool,
+) -> Outcome:
+    (x,) = operands
+    *leading, rows, columns = x.aval.shape
+    problem = Quantized(
+        math.prod(leading), rows, columns, x.aval.dtype, dtype,
+        square=block[0] == BLOCK, transposed=both, power_of_two=power_of_two,
+    )  # fmt: skip
+    return planned_kernel([x.value], plan_quantize, problem)
+
+
+def _described(*, block: Block, dtype: np.dtype[Any], both: bool, **_: Any) -> str:
+    rows, columns = ("all" if size is None else size for size in block)
+    return f"quantize in blocks of {rows}x{columns} to {dtype}{', both' if both else ''}"
+
+
+def _operation(name: str, cuda: Callable[..., Outcome], **rules: Any) -> Callable[..., list[Array]]:
+    return define(
+        Operation(
+            name=name,
+            reference=_reference,
+            several_results=True,
+            jvp=_jvp,
+            batch=_batch,
+            planners={"cpu": Planner(_refusal, _by_xla), "cuda": Planner(_refusal, cuda)},
+            describe=_described,
+            **rules,
+        )
+    )
+
+
+_bind = _operation("tilekern_quantize", _cuda, sharding_rule=_sharding_rule)
+# Devices combine the maxima of whole rows, as XLA partitions them.
+_bind_whole = _operation(
+    "tilekern_quantize_whole", _by_xla, sharding_rule=None, composed=_reference
+)
