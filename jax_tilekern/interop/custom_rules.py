@@ -26,17 +26,17 @@ class _CustomRules(Generic[R]):
         functools.update_wrapper(self, function)
         self._function, self._options = function, options
         self._rules: Sequence[Callable[..., Any]] = ()
-        self._of_settings: dict[Settings, Callable[..., R]] = {}
+        self._by_settings: dict[Settings, Callable[..., R]] = {}
 
     def __call__(self, *args: Any) -> R:
         """Call the function."""
         settings = traced_settings()
-        if settings not in self._of_settings:
+        if settings not in self._by_settings:
             function = type(self)._transformation(self._function, **self._options)
             rules = (_under(settings, rule) for rule in self._rules)
             getattr(function, self._method)(*rules)
-            self._of_settings[settings] = function
-        return self._of_settings[settings](*args)
+            self._by_settings[settings] = function
+        return self._by_settings[settings](*args)
 
 
 class custom_jvp(_CustomRules[R]):

@@ -61,8 +61,8 @@ def _contract(a: Array, b: Array, settings: tuple[WholeProduct, int, Any], axes:
         part = lax.dynamic_slice_in_dim(x, place, extent, axis)
         return jax.device_put(part, _DEVICE)  # type: ignore[no-any-return]
 
-    of_a = functools.partial(block, a, extent=plan.rows, axis=1 - axes[0])
-    of_b = functools.partial(block, b, extent=plan.columns, axis=1 - axes[1])
+    block_of_a = functools.partial(block, a, extent=plan.rows, axis=1 - axes[0])
+    block_of_b = functools.partial(block, b, extent=plan.columns, axis=1 - axes[1])
 
     def written(result: Array, strip: Array, i: Any) -> Array:
         place = start(i, plan.rows, m), zero
@@ -73,7 +73,7 @@ def _contract(a: Array, b: Array, settings: tuple[WholeProduct, int, Any], axes:
 
         def column(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             y, strip = carry
-            next_y = of_b(jnp.where(j + 1 < columns, j + 1, 0))
+            next_y = block_of_b(jnp.where(j + 1 < columns, j + 1, 0))
             numbers = ((axes[:1], axes[1:]), ((), ()))
             product = dot_general(x, y, numbers, precision, problem.sums).astype(problem.out)
             place = zero, start(j, plan.columns, n)
@@ -85,9 +85,9 @@ def _contract(a: Array, b: Array, settings: tuple[WholeProduct, int, Any], axes:
 
     def row_before_last(i: Any, carry: tuple[Array, Any]) -> tuple[Array, Any]:
         x, others = carry
-        return of_a(i + 1), row(i, x, others)
+        return block_of_a(i + 1), row(i, x, others)
 
-    first = of_a(0), (of_b(0), jnp.zeros((plan.rows, n), problem.out), result)
+    first = block_of_a(0), (block_of_b(0), jnp.zeros((plan.rows, n), problem.out), result)
     # No block of `a` is copied beside the last row, since none comes after it.
     _, strip, result = row(rows - 1, *lax.fori_loop(0, rows - 1, row_before_last, first))
     return written(result, strip, rows - 1)

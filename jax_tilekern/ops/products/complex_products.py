@@ -76,9 +76,9 @@ def planners(contract: Contract) -> dict[str, Planner]:
     in_place = _define_in_place(by_copies)
 
     def by_pairs(product: ComplexProduct, *operands: Array, precision: Any) -> Array:
-        contract_pairs = in_place if product.in_place else by_copies
+        contract_parts = in_place if product.in_place else by_copies
         c, parts = product.pairing.contraction, product.pairing.parts
-        result: Array = contract_pairs(*operands, contraction=c, parts=parts, precision=precision)
+        result: Array = contract_parts(*operands, contraction=c, parts=parts, precision=precision)
         return result
 
     return {
@@ -91,7 +91,7 @@ def planners(contract: Contract) -> dict[str, Planner]:
 _ByPairs = Callable[..., Array]
 
 
-def _planner(by_pairs: _ByPairs, platform: _Platform, of_real: Planner) -> Planner:
+def _planner(by_pairs: _ByPairs, platform: _Platform, real_planner: Planner) -> Planner:
     def real_parts(operands: Sequence[Any], params: dict[str, Any]) -> np.dtype[Any] | None:
         """Return the type of the parts, if a call may be computed by a product of them."""
         types = [*(x.dtype for x in operands), params["out_dtype"]]
@@ -105,13 +105,13 @@ def _planner(by_pairs: _ByPairs, platform: _Platform, of_real: Planner) -> Plann
         if real is not None:
             operands = tuple(jax.core.ShapedArray(x.shape, real) for x in operands)
             params["out_dtype"] = real
-        return of_real.refusal(*operands, **params)
+        return real_planner.refusal(*operands, **params)
 
     def plan(operands: Sequence[Operand], results: Any, **params: Any) -> Outcome:
         lhs, rhs, *_ = avals = [x.aval for x in operands]
         real = real_parts(avals, params)
         if real is None:
-            return of_real.plan(operands, results, **params)
+            return real_planner.plan(operands, results, **params)
         return _complex_product(
             by_pairs, platform, real, lhs, rhs, params["contraction"], params["precision"]
         )
@@ -210,7 +210,7 @@ def _define_in_place(by_copies: Callable[..., Array]) -> Callable[..., Any]:
 
     return define(
         Operation(
-            name="tilekern_contract_pairs",
+            name="tilekern_contract_complex",
             reference=by_copies,
             batch=unreachable,
             sharding_rule=None,

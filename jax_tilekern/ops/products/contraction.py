@@ -271,7 +271,7 @@ def _unfused(
             contraction=call.contraction,
             precision=call.precision,
             product=call.out_dtype,
-            function=_of_rounded(function, call.out_dtype),
+            function=_with_rounded_first(function, call.out_dtype),
             operands=[
                 (rounded, call.contraction.out),
                 *zip(read, call.operand_labels, strict=True),
@@ -294,15 +294,15 @@ def _unfused(
     return elementwise(product, *bounds, *read)
 
 
-def _of_rounded(function: ScalarFunction, product: np.dtype[Any]) -> ScalarFunction:
+def _with_rounded_first(function: ScalarFunction, product: np.dtype[Any]) -> ScalarFunction:
     """Return the function of a second product that is rounded to its type."""
     accumulator, _, *scalars = (np.dtype(x.dtype) for x in function.jaxpr.in_avals)
 
-    def of_rounded(x: Any, rounded: Any, *scalars: Any) -> list[Any]:
+    def with_rounded(x: Any, rounded: Any, *scalars: Any) -> list[Any]:
         return function.python(x, rounded.astype(accumulator), *scalars)
 
-    of_rounded.__name__ = function.name
-    traced = trace_scalars(of_rounded, accumulator, product, [product, *scalars]).function
+    with_rounded.__name__ = function.name
+    traced = trace_scalars(with_rounded, accumulator, product, [product, *scalars]).function
     return dataclasses.replace(
         traced,
         names=function.names,
@@ -427,22 +427,22 @@ def _batch(
         return [result], [dim]
     out_dims = call.function.mapped_dims
     lhs, right, bounds, read = call.split(operands)
-    of_lhs, of_right, of_bounds, of_read = call.split(dims)
-    is_mapped = any(dim is not None for dim in (of_lhs, *of_right))
-    if call.pair and (not is_mapped or of_right[0] != of_right[1]):
+    lhs_dim, right_dims, bounds_dims, read_dims = call.split(dims)
+    is_mapped = any(dim is not None for dim in (lhs_dim, *right_dims))
+    if call.pair and (not is_mapped or right_dims[0] != right_dims[1]):
         # The products do not have the axis in the same way.
         both = functools.partial(_unfused, **params)
         return jax.vmap(both, tuple(dims), out_dims, axis_size=axis_data.size)(*operands), out_dims
-    if not is_mapped and all(dim is None for dim in of_bounds):
+    if not is_mapped and all(dim is None for dim in bounds_dims):
         # One product has an epilogue for each element of the batch.
         accumulators = contract(lhs, *right, *bounds, **call.product(out_dtype=call.accumulator))
         over = jax.vmap(call.elementwise(), (None, *dims[2:]), out_dims)
         return over(accumulators, *operands[2:]), out_dims
-    places = [of_lhs, of_right[0], *of_bounds]
+    places = [lhs_dim, right_dims[0], *bounds_dims]
     factors, labels = mapped(call.contraction, [lhs, right[0], *bounds], places)
     params["contraction"], new = labels, labels.out[0]
     params["operand_labels"] = tuple(
-        labelled(own, new, dim) for own, dim in zip(call.operand_labels, of_read, strict=True)
+        labelled(own, new, dim) for own, dim in zip(call.operand_labels, read_dims, strict=True)
     )
     return _bind(*factors[:2], *right[1:], *factors[2:], *read, **params), out_dims
 

@@ -265,16 +265,16 @@ def _planner(
         out_dtype: np.dtype[Any],
         **_: Any,
     ) -> PlannedKernel | Rewrite | Fallback:
-        of_call = {"contraction": contraction, "precision": precision}
+        call_params = {"contraction": contraction, "precision": precision}
         lhs, rhs = (x.aval for x in operands[:2])
-        arithmetic = chosen_arithmetic(platform, lhs, rhs, **of_call, out_dtype=out_dtype)
+        arithmetic = chosen_arithmetic(platform, lhs, rhs, **call_params, out_dtype=out_dtype)
         wraps = lhs.dtype == rhs.dtype and lhs.dtype.kind == out_dtype.kind == "i"
         if isinstance(arithmetic, Converted) and wraps and contraction.group is None:
-            wide = plan(operands, avals, **of_call, out_dtype=arithmetic.result)
+            wide = plan(operands, avals, **call_params, out_dtype=arithmetic.result)
             if isinstance(wide, Fallback):
                 # XLA computes the call as it is, and nothing wider.
                 return wide
-        problem = state_problem(contract, platform, operands, **of_call, out_dtype=out_dtype)
+        problem = state_problem(contract, platform, operands, **call_params, out_dtype=out_dtype)
         return (
             emit(problem.product, problem.operands)
             if isinstance(problem, LoweredProduct)

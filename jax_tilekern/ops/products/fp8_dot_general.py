@@ -189,8 +189,8 @@ def _copies(x: Array, first: bool, block: Block, dtype: DTypeLike, power_of_two:
 
 
 def _multiplied(lhs: tuple[Array, Array], rhs: tuple[Array, Array], dtype: Any) -> Array:
-    (a, of_a), (b, of_b) = lhs, rhs
-    result: Array = scaled_matmul(a, b, of_a, of_b, preferred_element_type=dtype)
+    (a, a_scales), (b, b_scales) = lhs, rhs
+    result: Array = scaled_matmul(a, b, a_scales, b_scales, preferred_element_type=dtype)
     return result
 
 
@@ -243,9 +243,9 @@ def _backward(call: _Call, residuals: Any, cotangent: Array) -> tuple[Array, Arr
         cotangent, _ROWS, call.gradient_dtype, power_of_two=call.power_of_two, both=True
     )
     # A and B are swapped where the operand lies transposed.
-    of_left = (right, along_n) if call.lhs_first else (along_n, right)
-    of_right = (left, along_m) if call.rhs_first else (along_m, left)
-    return _multiplied(*of_left, of_lhs.dtype), _multiplied(*of_right, of_rhs.dtype)
+    left_factors = (right, along_n) if call.lhs_first else (along_n, right)
+    right_factors = (left, along_m) if call.rhs_first else (along_m, left)
+    return _multiplied(*left_factors, of_lhs.dtype), _multiplied(*right_factors, of_rhs.dtype)
 
 
 _product.defvjp(_forward, _backward)

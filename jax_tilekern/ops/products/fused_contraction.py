@@ -193,7 +193,12 @@ def labelled_operands(
         _with_labels(name, jnp.asarray(x), contraction.out, shape)
         for x, name in zip(operands, names, strict=False)
     ] + [
-        _with_labels(name, jnp.asarray(x), *_of_groups(contraction, shape, *bounds), "the groups'")
+        _with_labels(
+            name,
+            jnp.asarray(x),
+            *_group_labels_and_shape(contraction, shape, *bounds),
+            "the groups'",
+        )
         for x, name in zip(group_operands, names, strict=False)
     ]
 
@@ -216,7 +221,7 @@ def _with_labels(
     )
 
 
-def _of_groups(
+def _group_labels_and_shape(
     contraction: Contraction, shape: Sequence[int], bounds: Array
 ) -> tuple[Labels, list[int]]:
     """Return the result's labels and shape with the groups in place of the rows."""

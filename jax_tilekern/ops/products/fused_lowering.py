@@ -184,9 +184,9 @@ def _cannot_quantize(function: ScalarFunction) -> str | None:
     rows = function.reductions[function.elements :]
     scales = rows[-1]
     assert isinstance(scales, RowQuantization)
-    of_values = dataclasses.replace(scales, scales=False)
+    values = dataclasses.replace(scales, scales=False)
     one_value = len(set(function.sources[function.elements :])) == 1
-    if rows != (of_values, dataclasses.replace(scales, scales=True)) or not one_value:
+    if rows != (values, dataclasses.replace(scales, scales=True)) or not one_value:
         return "no kernel has other results of rows than values and their scales"
     return None
 
@@ -246,12 +246,12 @@ def epilogue_of(
     quantized = None
     kind = function.reductions[-1]
     if isinstance(kind, RowQuantization):
-        of_values, (*outer, row, _) = strides[-2:]
+        value_strides, (*outer, row, _) = strides[-2:]
         rows = math.prod(batch) * m
         quantized = QuantizedText(
             rounded(text.results[-1], function.out_dtypes[-1]),
             kind.power_of_two,
-            EpilogueArray(kind.dtype, "float", of_values),
+            EpilogueArray(kind.dtype, "float", value_strides),
             EpilogueArray(F32, "float", (*outer, row, rows)),
         )
     return Epilogue(

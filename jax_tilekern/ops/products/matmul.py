@@ -230,11 +230,12 @@ def _check_symmetric(a: Array, b: Array | None, operands: Sequence[ArrayLike]) -
             f"symmetric_matmul takes matrices (..., m, k) and (..., k, m), not {shapes}"
         )
     sizes = [(1, 1, *np.shape(x))[-2:] for x in operands]
-    of_rows, of_columns = (sum(x[i] == 1 < x[1 - i] for x in sizes) for i in (1, 0))
-    if of_rows != of_columns:
+    row_operands, column_operands = (sum(x[i] == 1 < x[1 - i] for x in sizes) for i in (1, 0))
+    if row_operands != column_operands:
         raise ValueError(
-            f"symmetric_matmul: the epilogue has {of_rows} operands of rows (..., m, 1) and "
-            f"{of_columns} of columns (..., 1, m), of shapes {[np.shape(x) for x in operands]}: "
+            f"symmetric_matmul: the epilogue has {row_operands} operands of rows (..., m, 1) and "
+            f"{column_operands} of columns (..., 1, m), of shapes "
+            f"{[np.shape(x) for x in operands]}: "
             "pass each as both, or use matmul"
         )
 

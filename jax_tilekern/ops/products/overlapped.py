@@ -297,7 +297,7 @@ def _jvp_of_scattered(
     return result, compat.zero_tangent(result)
 
 
-def _of_cotangent(c: Contraction) -> Contraction:
+def _cotangent_contraction(c: Contraction) -> Contraction:
     """Return the product of the result's cotangent and ``rhs`` that is the cotangent of ``lhs``."""
     return dataclasses.replace(c, lhs=c.out, out=c.lhs)
 
@@ -317,12 +317,12 @@ def _gathered_for_x(
     precision: Any,
     **_: Any,
 ) -> Array:
-    c, (of_product, *of_rows) = _of_cotangent(contraction), cotangents
+    c, (product_bar, *rows_bar) = _cotangent_contraction(contraction), cotangents
     params = {"contraction": c, "precision": precision, "out_dtype": x.dtype}
-    if not of_rows:
-        return scattered_product(of_product, w, axis=axis, **params)
+    if not rows_bar:
+        return scattered_product(product_bar, w, axis=axis, **params)
     # One reduce-scatter for the cotangents by both results.
-    return _reduce_scatter(contract(of_product, w, **params) + of_rows[0], axis)
+    return _reduce_scatter(contract(product_bar, w, **params) + rows_bar[0], axis)
 
 
 def _gathered_for_w(
@@ -341,9 +341,9 @@ def _gathered_for_w(
 def _scattered_for_x(
     cotangent: Array, x: Any, w: Array, *, contraction: Contraction, **params: Any
 ) -> Array:
-    c = _of_cotangent(contraction)
-    of_x = {**params, "contraction": c, "out_dtype": x.dtype}
-    return gathered_product(cotangent, w, keeps=False, **of_x)[0]
+    c = _cotangent_contraction(contraction)
+    params_of_x = {**params, "contraction": c, "out_dtype": x.dtype}
+    return gathered_product(cotangent, w, keeps=False, **params_of_x)[0]
 
 
 def _scattered_for_w(
@@ -370,13 +370,13 @@ def _tangent_for(
     """Return the cotangents of a pair ``x`` and ``w``, which share the gathered cotangent."""
     x, w = operands[2 - first : 4 - first]
     wanted_x, wanted_w = operands[first : first + 2]
-    of_x = {
+    params_of_x = {
         **params,
-        "contraction": _of_cotangent(contraction),
+        "contraction": _cotangent_contraction(contraction),
         "precision": precision,
         "out_dtype": wanted_x.dtype,
     }
-    for_x, gathered = gathered_product(cotangent, w, keeps=True, **of_x)
+    for_x, gathered = gathered_product(cotangent, w, keeps=True, **params_of_x)
     return for_x, _cotangent_of_w(x, gathered, wanted_w, contraction, precision)
 
 

@@ -70,14 +70,14 @@ def strided_product(
     contraction: Contraction,
     shapes: Sequence[Sequence[int]],
     scales: Sequence[Scales],
-    of_scales: Sequence[Sequence[int]],
+    scale_strides: Sequence[Sequence[int]],
     extra: Sequence[Labels],
 ) -> tuple[MatmulGeometry, tuple[Scales, Scales], tuple[tuple[int, ...], ...]]:
     """Return the strided product, where the scales lie, and the strides of extra arrays."""
     c = contraction
-    of_lhs, of_rhs = (
+    lhs_scales, rhs_scales = (
         dict(zip(labels, strides, strict=True))
-        for labels, strides in zip((c.lhs, c.rhs), of_scales, strict=True)
+        for labels, strides in zip((c.lhs, c.rhs), scale_strides, strict=True)
     )
     sizes: dict[int, int] = {}
     for labels, shape in zip(c.operands, shapes, strict=True):
@@ -91,9 +91,9 @@ def strided_product(
     )
 
     def dimension(x: int) -> Dimension:
-        strides = tuple(y.get(x, 0) for y in (of_lhs, of_rhs, *others))
-        of_out, of_bounds = out.get(x, 0), bounds.get(x, 0)
-        return Dimension(sizes[x], lhs.get(x, 0), rhs.get(x, 0), of_out, of_bounds, strides)
+        strides = tuple(y.get(x, 0) for y in (lhs_scales, rhs_scales, *others))
+        out_stride, bound_strides = out.get(x, 0), bounds.get(x, 0)
+        return Dimension(sizes[x], lhs.get(x, 0), rhs.get(x, 0), out_stride, bound_strides, strides)
 
     batch = merged(map(dimension, c.out[:-2]))
     m, n, k = (sizes[x] for x in (c.lhs[-2], c.rhs[-2], c.lhs[-1]))
@@ -101,7 +101,7 @@ def strided_product(
     left, right = scales
     while c.group is None and batch and _are_rows(batch[-1], m, n, k, left, rows):
         m *= batch.pop().size
-    of_bounds = tuple(x.bounds for x in batch)
+    bound_strides = tuple(x.bounds for x in batch)
     if c.group is not None:
         batch.append(dimension(c.group))
     geometry = MatmulGeometry(
@@ -111,7 +111,7 @@ def strided_product(
         out_strides=(*(x.out for x in batch), n, 1),
     )  # fmt: skip
     if c.group is not None:
-        geometry = GroupedGeometry.of(geometry, "m", of_bounds)
+        geometry = GroupedGeometry.of(geometry, "m", bound_strides)
     left, right = (
         dataclasses.replace(x, batch_strides=tuple(dim.extra[i] for dim in batch))
         for i, x in enumerate((left, right))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_tilekern.ops.quantisation.quantize import of_elements
+from jax_tilekern.ops.quantisation.quantize import scales_of_elements
 from jax_tilekern.plans.gemm.arithmetic import FP8
 from jax_tilekern.plans.quantize import BLOCK
 
@@ -73,5 +73,5 @@ def dequantized(x: Array, scales: Array) -> Array:
     for axis in (x.ndim - 2, x.ndim - 1):
         size = x.shape[axis]
         if scales.shape[axis] not in (1, size):
-            scales = of_elements(scales, axis, size)
+            scales = scales_of_elements(scales, axis, size)
     return x.astype(np.float32) * scales

@@ -262,15 +262,15 @@ def _sharding_rule(
     """Let devices share whole blocks, along dimensions that consist of those."""
     call = _Call(**params)
     c = call.contraction
-    factors, of_scales = list(zip((c.lhs, c.rhs), (lhs, rhs), strict=True)), []
+    factors, block_counts = list(zip((c.lhs, c.rhs), (lhs, rhs), strict=True)), []
     for (_, x), scales, last in zip(factors, (lhs_scales, rhs_scales), call.rows_last, strict=True):
         *leading, rows, blocks = scales.shape
         if last:
             rows, blocks = min(blocks, x.shape[-2]), rows
-        of_scales.append((*leading, rows, blocks))
+        block_counts.append((*leading, rows, blocks))
     sizes: dict[int, int] = {}
     blocked: set[int] = set()
-    for (labels, x), counts in zip(factors, of_scales, strict=True):
+    for (labels, x), counts in zip(factors, block_counts, strict=True):
         for label, size, count in zip(labels, x.shape, counts, strict=True):
             if count not in (1, size):
                 blocked.add(label)
@@ -288,7 +288,7 @@ def _sharding_rule(
     def kept(labels: Sequence[int]) -> Dims:
         return tuple(None if x in whole else x for x in labels)
 
-    def of_scale(labels: Sequence[int], counts: Sequence[int], last: bool) -> Dims:
+    def scale_dims(labels: Sequence[int], counts: Sequence[int], last: bool) -> Dims:
         *leading, rows, blocks = (
             label if count > 1 else None for label, count in zip(kept(labels), counts, strict=True)
         )
@@ -304,7 +304,7 @@ def _sharding_rule(
         (
             kept(c.lhs),
             kept(c.rhs),
-            *map(of_scale, (c.lhs, c.rhs), of_scales, call.rows_last),
+            *map(scale_dims, (c.lhs, c.rhs), block_counts, call.rows_last),
             *((*prefix, None) for _ in bounds),
         ),
         (kept(c.out),),
@@ -400,11 +400,11 @@ def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
 
     def state(_: Any, out_dtype: np.dtype[Any], extra: Sequence[Labels] = ()) -> LoweredProduct:
         shapes = [x.aval.shape for x in (*factors, *bounds)]
-        geometry, of_both, strides = strided_product(
+        geometry, placed, strides = strided_product(
             call.contraction, shapes, scales, [x.strides for x in stored], extra
         )
         left, right = (x.aval.dtype for x in factors)
-        stated = Product(geometry, left, right, out_dtype, "fp8", scales=of_both)
+        stated = Product(geometry, left, right, out_dtype, "fp8", scales=placed)
         return LoweredProduct(stated, read, strides)
 
     product = state(None, call.out_dtype).product
@@ -416,8 +416,8 @@ def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
 
     if call.is_grouped:
         # Rows of groups have scales of rows, unless there is one for all.
-        of_rows, of_columns = product.scales
-        unfit = of_rows.row_stride > 0 and are_unfit(of_columns, factors[1])
+        row_scales, column_scales = product.scales
+        unfit = row_scales.row_stride > 0 and are_unfit(column_scales, factors[1])
     else:
         unfit = all(map(are_unfit, scales, factors))
     if unfit and not call.rows_last[1]:

@@ -81,8 +81,8 @@ def scaled_ragged_dot(
     >>> import jax_tilekern as jtk
     >>> x = jnp.ones((4, 256), jnp.float8_e4m3fn)
     >>> w = jnp.ones((2, 3, 256), jnp.float8_e4m3fn)
-    >>> of_w = jnp.array([[[1.0, 1.0]], [[1.0, 3.0]]])
-    >>> jtk.scaled_ragged_dot(x, w, jnp.array([1, 2]), jnp.ones((4, 2)), of_w)
+    >>> w_scales = jnp.array([[[1.0, 1.0]], [[1.0, 3.0]]])
+    >>> jtk.scaled_ragged_dot(x, w, jnp.array([1, 2]), jnp.ones((4, 2)), w_scales)
     Array([[256., 256., 256.],
            [512., 512., 512.],
            [512., 512., 512.],

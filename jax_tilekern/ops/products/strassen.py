@@ -115,8 +115,8 @@ def _by_blocks(
     u3 = u2 + product(a11 - a21, b22 - b12)
     upper = p1 + product(a12, b21), u2 + p5 + product(a12 - s2, b22)
     lower = u3 - product(a22, t2 - b21), u3 + p5
-    of_row, of_column = c.out.index(row), c.out.index(column)
-    whole = jnp.concatenate([jnp.concatenate(x, of_column) for x in (upper, lower)], of_row)
+    row_axis, column_axis = c.out.index(row), c.out.index(column)
+    whole = jnp.concatenate([jnp.concatenate(x, column_axis) for x in (upper, lower)], row_axis)
     return lax.slice(whole, [0] * whole.ndim, [sizes[x] for x in c.out]).astype(out_dtype)
 
 

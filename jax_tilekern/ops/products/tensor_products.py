@@ -85,8 +85,10 @@ def einsum(
         # Layers of flax pass the hook of their user.
         return jnp.einsum(subscripts, *operands, **path, **options, _dot_general=_dot_general)
     # A path of one product has no other order. JAX raises the errors for what is no array.
-    of_two = isinstance(subscripts, str) and len(operands) == 2 and all(map(_is_array, operands))
-    if of_two and isinstance(optimize, str) and optimize == "auto" and out is None:
+    has_two_operands = (
+        isinstance(subscripts, str) and len(operands) == 2 and all(map(_is_array, operands))
+    )
+    if has_two_operands and isinstance(optimize, str) and optimize == "auto" and out is None:
         return _einsum_of_two(subscripts, *operands, **options)
     with patch():
         return jnp.einsum(subscripts, *operands, **path, **options)

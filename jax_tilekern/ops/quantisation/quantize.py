@@ -130,8 +130,8 @@ def quantize(
     results = bind(x, block=block, **params)
     if block == (1, BLOCK):
         results[1::2] = [jnp.swapaxes(scales, -1, -2) for scales in results[1::2]]
-    pair, of_transpose = tuple(results[:2]), tuple(results[2:])
-    return (pair, of_transpose) if both else pair
+    pair, transposed = tuple(results[:2]), tuple(results[2:])
+    return (pair, transposed) if both else pair
 
 
 # Meaning. Scales of (1, 128) blocks have those of adjacent rows adjacent, as products read them.
@@ -164,7 +164,7 @@ def _quantized(
     scales = jnp.where(is_zero, np.float32(1), scales)
     for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
         if size == BLOCK:
-            factors = of_elements(factors, axis, x.shape[axis])
+            factors = scales_of_elements(factors, axis, x.shape[axis])
     # XLA may change the bits of NaN where it selects 8-bit floats.
     bits = lax.bitcast_convert_type((x * factors).astype(dtype), np.uint8)
     values = lax.bitcast_convert_type(jnp.where(finite, bits, _NAN), dtype)
@@ -191,7 +191,7 @@ def _in_whole_blocks(x: Array, block: Block) -> Array:
     return whole
 
 
-def of_elements(scales: Array, axis: int, size: int) -> Array:
+def scales_of_elements(scales: Array, axis: int, size: int) -> Array:
     """Repeat the scales of blocks for the ``size`` elements along an axis."""
     *leading, count = scales.shape[: axis + 1]
     following = scales.shape[axis + 1 :]

@@ -155,11 +155,13 @@ def complex_product(
     """
     sizes = dict(zip((*contraction.lhs, *contraction.rhs), (*lhs, *rhs), strict=True))
 
-    def of_pairing(found: Pairing) -> ComplexProduct:
-        of_label = sizes | dict.fromkeys(found.parts, 2)
+    def paired_product(found: Pairing) -> ComplexProduct:
+        sizes_with_parts = sizes | dict.fromkeys(found.parts, 2)
 
         def geometry(c: Contraction) -> Oriented | str:
-            return matmul_geometry(c, *(tuple(of_label[x] for x in own) for own in c.operands))
+            return matmul_geometry(
+                c, *(tuple(sizes_with_parts[x] for x in own) for own in c.operands)
+            )
 
         c = found.contraction
         oriented = geometry(c) if found.has_innermost_parts else ""
@@ -173,10 +175,10 @@ def complex_product(
             found,
             Product(oriented.geometry, dtype, dtype, dtype, arithmetic),
             in_place,
-            *(math.prod(of_label[x] for x in own) for own in (c.lhs, c.rhs, c.out)),
+            *(math.prod(sizes_with_parts[x] for x in own) for own in (c.lhs, c.rhs, c.out)),
         )
 
-    both = (of_pairing(pairing(contraction, i, k_major=k_major)) for i in (1, 0))
+    both = (paired_product(pairing(contraction, i, k_major=k_major)) for i in (1, 0))
     return min(both, key=lambda product: sum(product.copied()))
 
 
@@ -234,14 +236,14 @@ def verdict_on_gpu(product: ComplexProduct, gpu: Gpu) -> Verdict:
     if isinstance(found, NoKernel):
         return Verdict(False, found.reason)
     choice = choose(workload_of(real, found), found, gpu)
-    kernel, of_xla = choice.predicted_us
-    if kernel is None or of_xla is None:
+    kernel, real_by_xla = choice.predicted_us
+    if kernel is None or real_by_xla is None:
         return Verdict(False, choice.reason)
     by_kernel = choice.candidate is not None
     copies = sum(
         copy_cycles(count * real.out_dtype.itemsize, gpu) for count in product.copied(by_kernel)
     )
-    ours = copies / gpu.rates.cycles_per_microsecond + (kernel if by_kernel else of_xla)
+    ours = copies / gpu.rates.cycles_per_microsecond + (kernel if by_kernel else real_by_xla)
     xla = work.operations / rate
     if _MARGIN * ours <= xla:
         return Verdict(True, f"predicted {ours:.4g} us, XLA's complex product {xla:.4g} us")

@@ -156,7 +156,7 @@ def functor_text(
         prefetch="\n    ".join(prefetched),
         rows="\n    ".join(rows.before),
         values="\n      ".join(f"float t{i}[kBlock];" for i, _ in enumerate(rows.each)),
-        add="\n      ".join(rows.of_block),
+        add="\n      ".join(rows.per_block),
         store="\n    ".join(rows.after),
         second=_SECOND if epilogue.products == 2 else "",
         members="\n  ".join(members),
@@ -275,7 +275,7 @@ class _RowsText(NamedTuple):
         Values that are taken in at a time.
     each
         For each accumulator: its value, if it is one of the matrix.
-    before, of_block, after
+    before, per_block, after
         Before the accumulators, for each block of values, and behind.
     """
 
@@ -283,7 +283,7 @@ class _RowsText(NamedTuple):
     block: str = ""
     each: Sequence[str] = ()
     before: Sequence[str] = ()
-    of_block: Sequence[str] = ()
+    per_block: Sequence[str] = ()
     after: Sequence[str] = ()
 
     @classmethod
@@ -297,7 +297,7 @@ class _RowsText(NamedTuple):
             return f"t{number}[first + i - block] = {inside} ? {text} : {neutral};"
 
         if epilogue.quantized:
-            return cls._of_quantized(epilogue.quantized, value, arrays)
+            return cls._for_quantized(epilogue.quantized, value, arrays)
         if not epilogue.reductions:
             return cls()
         reductions = [*enumerate(epilogue.reductions)]
@@ -316,7 +316,7 @@ class _RowsText(NamedTuple):
         )
 
     @classmethod
-    def _of_quantized(
+    def _for_quantized(
         cls, quantized: QuantizedText, value: Callable[..., str], arrays: int
     ) -> _RowsText:
         first = arrays - 2
@@ -332,7 +332,7 @@ class _RowsText(NamedTuple):
             '#include "gemm/row_quantization.cuh"\n',
             "kQuantizedValues",
             [value(0, quantized.value, "0.0f")],
-            of_block=[call],
+            per_block=[call],
         )
 
 

@@ -71,15 +71,15 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     if isinstance(found, NoKernel):
         return found
     # XLA has none of these, and they are not tuned.
-    of_kernels_alone = product.is_grouped or product.scales is not None
-    if not of_kernels_alone:
+    xla_has_none = product.is_grouped or product.scales is not None
+    if not xla_has_none:
         # Products are tuned without epilogues, and the choice holds with one.
         tuned = tuned_plan(product.with_epilogue(None), gpu, found)
         if tuned is not None:
             return tuned
     if product.epilogue is not None:
         return fused_plan(found, gpu)
-    if of_kernels_alone:
+    if xla_has_none:
         return found[0].plan(gpu)
     return plan_choice(workload_of(product, found), found, gpu)
 
@@ -167,7 +167,9 @@ def _plan_pair(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     found = wgmma_candidates(product, gpu)
     if isinstance(found, NoKernel):
         return found
-    limit, what = min((_of_two_kernels(product, gpu), "two"), (_of_xla(product, gpu), "XLA's"))
+    limit, what = min(
+        (_cycles_of_two_kernels(product, gpu), "two"), (_cycles_of_xla(product, gpu), "XLA's")
+    )
     faster = sorted((x for x in found if x.cycles < limit), key=lambda x: x.cycles)
     if not faster:
         ours, limit = (
@@ -177,7 +179,7 @@ def _plan_pair(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     return fused_plan(faster, gpu)
 
 
-def _of_two_kernels(product: Product, gpu: Gpu) -> float:
+def _cycles_of_two_kernels(product: Product, gpu: Gpu) -> float:
     """Return the predicted cycles of a kernel for each product."""
     plain, epilogue = product.plain(product.geometry), product.epilogue
     assert epilogue is not None
@@ -190,7 +192,7 @@ def _of_two_kernels(product: Product, gpu: Gpu) -> float:
     return _EXPOSED_STORES * stores + sum(times)
 
 
-def _of_xla(product: Product, gpu: Gpu) -> float:
+def _cycles_of_xla(product: Product, gpu: Gpu) -> float:
     """Return the predicted cycles of XLA's products and of the pass that combines them."""
     plain = product.plain(product.geometry)
     found = candidates(plain, gpu)

@@ -191,7 +191,7 @@ class _Slice:
     def launch(self, compiled: Compiled, lhs: SplitPass, rhs: SplitPass, gpu: Gpu) -> Launch:
         """Return the launch, in the buffers of the whole product."""
         product = self.candidate.product
-        first, of_whole = product.first_workspace, self.whole.first_workspace
+        first, whole_first = product.first_workspace, self.whole.first_workspace
         lhs_facts, rhs_facts, flag = (Buffer(first + i) for i in (2, 3, 4))
         kernel, fused = self._fused
         launch = _launch_product(
@@ -208,8 +208,8 @@ class _Slice:
             return launch
         # The output is the operand of the epilogue, too.
         outputs = [Buffer(self.whole.out_buffer)] * (first - 2)
-        parts = [Buffer(of_whole + i, self.first_k * _F16.itemsize) for i in range(2)]
-        others = [Buffer(of_whole + i) for i in range(2, 5)]
+        parts = [Buffer(whole_first + i, self.first_k * _F16.itemsize) for i in range(2)]
+        others = [Buffer(whole_first + i) for i in range(2, 5)]
         return launch.placed([Buffer(0), Buffer(1), *outputs, *parts, *others])
 
 

@@ -47,10 +47,10 @@ def with_scales(
     """Return the kernel with scales of columns as the product has them, or ``None``."""
     if not (instance.lhs_k_major and instance.rhs_k_major):  # one element of k
         return None
-    g, (of_rows, scales) = product.geometry, _scales(product)
+    g, (row_scales, scales) = product.geometry, _scales(product)
     columns = g.n
     if instance.out_m_major:
-        scales, columns = of_rows, g.m
+        scales, columns = row_scales, g.m
     varies = scales.row_stride > 0 and scales.block_rows % instance.block_n > 0
     if varies and not scales.fit_bulk_copies(columns):
         return None
