@@ -14,6 +14,14 @@ from jax_tilekern.epilogue.cuda_text import computed_type
 from jax_tilekern.epilogue.understood import Untranslatable
 
 # Their rules are registered when they are imported.
+from jax_tilekern.ops.kernel.translation import (  # noqa: F401
+    bits,
+    control_flow,
+    indexing,
+    linear_algebra,
+    reductions,
+    sorts,
+)
 from jax_tilekern.ops.kernel.translation.values import Buffer, Shape, in_memory, is_wide, row_major
 from jax_tilekern.ops.kernel.translation.writer import LaneWriter, TooLong
 from jax_tilekern.plans.cxx import CXX_TYPES
