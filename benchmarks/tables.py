@@ -264,7 +264,6 @@ def _segment_calls() -> Iterator[str]:
 
 _RUNS = {
     "tests": "default selection",
-    "tests.changed": "files that failed or changed since",
     "tests.large": "arrays of more than 2**31 elements",
     "tests.several": "several GPUs",
 }

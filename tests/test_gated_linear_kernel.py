@@ -189,7 +189,7 @@ def test_rows_are_reduced(rng):
 
 @pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 def test_the_kernel_of_both_reduces_rows(rng, monkeypatch):
-    for limit in ("_of_two_kernels", "_of_xla"):
+    for limit in ("_cycles_of_two_kernels", "_cycles_of_xla"):
         monkeypatch.setattr(select, limit, lambda *_: np.inf)
     with emulated_gpu() as ran:
         check_gated_and_sums(gated_and_sums, rng)
