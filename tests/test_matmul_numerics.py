@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -134,3 +135,19 @@ def test_outer_products_are_rounded_once(rng, given, out):
     found = exact(jtk.matmul(x, y, preferred_element_type=out))
     expected = exact(x) * exact(y)
     assert (np.abs(found - expected) <= 1.001 * rounding(expected, out)).all()
+
+
+@pytest.mark.defaults
+def test_bfloat16_sums_over_several_dimensions_are_not_rounded(rng):
+    """XLA's own product on a CPU rounds them where an operand is a transpose."""
+    x = jnp.asarray(rng.standard_normal((1, 58, 7)), jnp.bfloat16)
+    c = jnp.asarray(rng.standard_normal((58, 1, 5)), jnp.bfloat16)
+
+    @jax.jit
+    def gradient(c, x):
+        return jtk.einsum("mpn,mpk->kn", c, x.transpose(1, 0, 2))
+
+    exact = np.einsum("mpn,pmk->kn", np.asarray(c, np.float64), np.asarray(x, np.float64))
+    bound = np.einsum("mpn,pmk->kn", *(abs(np.asarray(a, np.float64)) for a in (c, x)))
+    error = np.abs(np.asarray(gradient(c, x), np.float64) - exact)
+    assert (error <= 2**-8 * np.abs(exact) + 64 * 2**-24 * bound).all()

@@ -1,4 +1,5 @@
-// What kernels of lanes call besides the elementwise functions: jax_tilekern/ops/kernel/translation writes them.
+// What kernels of lanes call besides the elementwise functions: jax_tilekern/ops/kernel/translation
+// writes them.
 #pragma once
 
 #include "scalar_functions.cuh"

@@ -17,8 +17,8 @@
 // to no segment, and those between are its segments.
 #pragma once
 
-#include "vector_loads.cuh"
 #include "scalar_functions.cuh"
+#include "vector_loads.cuh"
 
 namespace tilekern {
 

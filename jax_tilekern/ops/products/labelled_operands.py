@@ -171,8 +171,8 @@ def product_by_lax(
 def _is_inexact_in_bfloat16(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
     """Return whether XLA's product of bfloat16 on a CPU may round every sum.
 
-    That is where batch dimensions do not come first, the right operand has several dimensions of
-    its own, or the result is transposed.
+    That is where batch dimensions do not come first, several dimensions are contracted, the right
+    operand has several dimensions of its own, or the result is transposed.
     """
     if not lhs.dtype == rhs.dtype == jnp.bfloat16:
         return False
@@ -182,7 +182,9 @@ def _is_inexact_in_bfloat16(contraction: Contraction, lhs: Array, rhs: Array) ->
         for labels in (contraction.lhs, contraction.rhs, contraction.out)
     )
     own = set(contraction.rhs) & set(contraction.out) - batch
-    return not leading or len(own) > 1 or contraction.dot_general_out != contraction.out
+    contracted = set(contraction.lhs) - set(contraction.out)
+    several = len(own) > 1 or len(contracted) > 1
+    return not leading or several or contraction.dot_general_out != contraction.out
 
 
 def _has_16_bit_vector(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
