@@ -145,9 +145,9 @@ def test_bfloat16_sums_over_several_dimensions_are_not_rounded(rng):
 
     @jax.jit
     def gradient(c, x):
-        return jtk.einsum("mpn,mpk->kn", c, x.transpose(1, 0, 2))
+        return jtk.einsum("mpn,mpk->nk", c, x.transpose(1, 0, 2))
 
-    exact = np.einsum("mpn,pmk->kn", np.asarray(c, np.float64), np.asarray(x, np.float64))
-    bound = np.einsum("mpn,pmk->kn", *(abs(np.asarray(a, np.float64)) for a in (c, x)))
+    exact = np.einsum("mpn,pmk->nk", np.asarray(c, np.float64), np.asarray(x, np.float64))
+    bound = np.einsum("mpn,pmk->nk", *(abs(np.asarray(a, np.float64)) for a in (c, x)))
     error = np.abs(np.asarray(gradient(c, x), np.float64) - exact)
     assert (error <= 2**-8 * np.abs(exact) + 64 * 2**-24 * bound).all()
