@@ -30,7 +30,8 @@ _REDUCED_BYTES = 2 << 30
 
 def statistics(layer: Layer, labels: Array) -> list[Array]:
     """Return each row's log-sum-exp, the logit of its label, and perhaps the sum of its logits."""
-    rows, options, label = layer.rows, layer.options, labels.reshape(-1, 1)
+    rows, table, options = layer.rows, layer.table, layer.options
+    label = labels.reshape(-1, 1)
 
     def row_statistics(accumulator: Array, bias: Array, column: Array, label: Array) -> list[Any]:
         logit = options.logit(accumulator, bias)
@@ -38,14 +39,14 @@ def statistics(layer: Layer, labels: Array) -> list[Array]:
         return [*results, row_sum(logit)] if options.label_smoothing else results
 
     def chunk_statistics(start: Any, size: int) -> Sequence[Array]:
-        table, bias, column = _columns(layer, label, start, size)
+        chunk, bias, column = _columns(layer, table, label, start, size)
         if layer.reduces_rows:
             results: Sequence[Array] = layer.product(
-                "rd,dv->rv", rows, table, row_statistics, bias, column, label
+                "rd,dv->rv", rows, chunk, row_statistics, bias, column, label
             )
             return results
         # XLA reads an element of each row where a reduction would take a pass.
-        logits = layer.product("rd,dv->rv", rows, table, options.logit, bias)
+        logits = layer.product("rd,dv->rv", rows, chunk, options.logit, bias)
         label_logit = logits.at[lax.iota(label.dtype, label.size), label[:, 0] - start].get(
             mode="fill", fill_value=0, wrap_negative_indices=False
         )
@@ -67,7 +68,8 @@ def cotangents(
     layer: Layer, labels: Array, *row_values: Array, wanted: Sequence[int]
 ) -> list[Array]:
     """Return cotangents of some operands from the log-sum-exp and those of the statistics."""
-    rows, options, label = layer.rows, layer.options, labels.reshape(-1, 1)
+    rows, table, options = layer.rows, layer.table, layer.options
+    label = labels.reshape(-1, 1)
     narrow, w_dtype = layer.narrow, layer.w.dtype
     lse, *statistics_bar = (x.reshape(-1, 1) for x in row_values)
     scale = _scale(statistics_bar) if narrow == np.float16 else None
@@ -88,11 +90,11 @@ def cotangents(
 
     def add_chunk(start: Any, size: int, carry: Sequence[Any]) -> Sequence[Any]:
         h_bar, w_bar, bias_bar = carry
-        table, bias, column = _columns(layer, label, start, size)
+        chunk, bias, column = _columns(layer, table, label, start, size)
         operands = (bias, column, label, lse, *statistics_bar)
-        logits_bar = layer.product("rd,dv->rv", rows, table, to_cotangent, *operands)
+        logits_bar = layer.product("rd,dv->rv", rows, chunk, to_cotangent, *operands)
         if h_bar is not None:
-            h_bar = layer.product("rv,dv->rd", logits_bar, table, jnp.add, h_bar, in_place=True)
+            h_bar = layer.product("rv,dv->rd", logits_bar, chunk, jnp.add, h_bar, in_place=True)
         if w_bar is not None:
             columns_bar = layer.product("rd,rv->dv", rows, logits_bar, to_w_cotangent)
             axis = layer.w_dims.index("v")
@@ -114,11 +116,13 @@ def _chunk_columns(row_values: Array, chunk_bytes: int) -> int:
     return max(_MIN_COLUMNS, columns // _COLUMN_MULTIPLE * _COLUMN_MULTIPLE)
 
 
-def _columns(layer: Layer, label: Array, start: Any, size: int) -> tuple[Array, Array, Array]:
+def _columns(
+    layer: Layer, table: Array, label: Array, start: Any, size: int
+) -> tuple[Array, Array, Array]:
     """Return a chunk of ``w``, and the bias and the number of each of its columns."""
-    table = lax.dynamic_slice_in_dim(layer.table, start, size, layer.w_dims.index("v"))
+    chunk = lax.dynamic_slice_in_dim(table, start, size, layer.w_dims.index("v"))
     column = start + lax.iota(label.dtype, size)
-    return table, lax.dynamic_slice_in_dim(layer.bias, start, size)[None], column[None]
+    return chunk, lax.dynamic_slice_in_dim(layer.bias, start, size)[None], column[None]
 
 
 def _scale(statistics_bar: Sequence[Array]) -> Array:
