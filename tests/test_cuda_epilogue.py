@@ -79,7 +79,6 @@ def _grouped_sm90(ragged):
 
 def _kernels():
     yield "cooperative", lambda: _wgmma("bf16", WgmmaTile(128, 256))
-    yield "cluster", lambda: _wgmma("bf16", WgmmaTile(128, 256, cluster=2))
     yield "ping-pong", lambda: _wgmma("bf16", WgmmaTile(128, 128, cooperative=False))
     yield "promoted", lambda: _wgmma("fp8", WgmmaTile(128, 128), rhs_k_major=True)
     yield (

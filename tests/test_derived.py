@@ -434,8 +434,12 @@ OTHER_TYPES = ("segment_", "row_", "linear_cross_entropy", "ragged_dot", "scatte
 # JAX's own functions; the oracles of others are other algorithms.
 FAMILIES = catalog.arrays, catalog.linalg, catalog.products
 OF_JAX = {x.name for family in FAMILIES for x in family.DESCRIPTIONS}
-# They quantise, or sort scores that may be NaN.
-WITHOUT_NAN = {"quantize", "row_quantize", "fp8_dot_general", "route"}
+# They quantise, sort scores that may be NaN, add blocks of an operand, or multiply rows of no group
+# with 0 in plain JAX.
+WITHOUT_NAN = {
+    *("quantize", "row_quantize", "fp8_dot_general", "route"),
+    *("strassen_matmul", "ragged_dot_general"),
+}
 
 
 def widened(x):
