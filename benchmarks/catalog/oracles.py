@@ -120,10 +120,13 @@ def _moe(
         hidden = activation(hidden)
     else:
         hidden *= activation(with_bias(jnp.einsum("td,edh->eth", x, w_gate), "gate"))
-    y = with_bias(jnp.einsum("eth,ehd->etd", hidden, down), "down")
-    chosen = (indices[..., None] == jnp.arange(len(up)))[..., None]
-    weighted = weights[..., None, None] * y.swapaxes(0, 1)[:, None]
-    return jnp.where(chosen, weighted, jnp.zeros((), y.dtype)).sum((1, 2))
+    # As in the library, weights multiply hidden values, which decides what becomes of infinite ones.
+    weights = weights.T[:, :, None]
+    y = jnp.einsum("ekth,ehd->ektd", weights * hidden[:, None], down)
+    if biases:
+        y += weights * biases["b_down"][:, None, None]
+    chosen = jnp.arange(len(up))[:, None, None] == indices.T
+    return jnp.where(chosen[..., None], y, jnp.zeros((), y.dtype)).sum((0, 1))
 
 
 def _route(logits: Any, k: int) -> Any:

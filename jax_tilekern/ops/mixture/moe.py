@@ -201,7 +201,8 @@ def moe(
         Matrices of the experts, shape ``(experts, hidden, features)``.
     weights
         Weight of each of a token's experts, shape ``(tokens, k)``, or a :class:`Routing`, as
-        :func:`route` returns it, which has both weights and indices.
+        :func:`route` returns it, which has both weights and indices. Weights multiply the hidden
+        values, so an infinite one gives NaN where the last product has terms of both signs.
     indices
         These experts, integers of the same shape. One out of bounds adds nothing.
     b_up, b_gate, b_down
