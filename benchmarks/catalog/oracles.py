@@ -120,7 +120,7 @@ def _moe(
         hidden = activation(hidden)
     else:
         hidden *= activation(with_bias(jnp.einsum("td,edh->eth", x, w_gate), "gate"))
-    # As in the library, weights multiply hidden values, which decides what becomes of infinite ones.
+    # As in moe, weights multiply hidden values, which decides what becomes of infinite ones.
     weights = weights.T[:, :, None]
     y = jnp.einsum("ekth,ehd->ektd", weights * hidden[:, None], down)
     if biases:
