@@ -184,7 +184,7 @@ def _random() -> Iterator[str]:
 
 
 _LAX, _DENSE = r"of {} groups, `lax", r"of {} groups, one dense"
-# Lines of the README: each part of a line is a pattern of labels.
+# Lines of the performance page: each part of a line is a pattern of labels.
 SPEED: Mapping[str, Sequence[str]] = {
     "`ragged_dot` against `lax.ragged_dot`: 128 experts; 8 large ones":
         (_LAX.format(128), _LAX.format(8)),
@@ -237,17 +237,66 @@ def _speed() -> Iterator[str]:
     return table(("H100", "XLA / ours"), lines)
 
 
+# Lines of the README: what users have, what they write, what they get.
+START = (
+    ("a mixture of experts", "`jtk.moe`, `jtk.route` ([guide](docs/moe.md))",
+     "{moe} tokens a second; by tokamax {tokamax}, and by `lax.ragged_dot` out of memory"),
+    ("batches of small matrices", "`jtk.linalg` for `jnp.linalg` ([guide](docs/linalg.md))",
+     "{small} times JAX, of 10,000 and more"),
+    ("samplers, solvers, loops", "`jtk.kernel(f)` for `jax.vmap(f)` ([guide](docs/jax-kernel.md))",
+     "{kernel} times `vmap`, wall time, where a lane has few numbers"),
+    ("graphs, embeddings, scatter-adds",
+     "`jtk.segment_sum`, `segment_reduce`, `take` ([guide](docs/segments.md))",
+     "on an H200, random calls: {segments}"),
+    ("Muon", "`jtk.muon` for `optax.contrib.muon` ([guide](docs/muon.md))",
+     "{muon} times optax; {muon_of_two} on two H200"),
+    ("a CUDA kernel", "`jtk.cuda_kernel(source, ...)` ([guide](docs/cuda-kernel.md))",
+     "a JAX operation with derivatives, `vmap` and sharding, without a CUDA toolkit"),
+    ("any model", "`with jtk.patch():` ([guide](docs/frameworks.md))",
+     "random products: {products}"),
+)  # fmt: skip
+
+
+def _start() -> Iterator[str]:
+    tokens = {side: number for side, number, _ in _mixture_lines()}
+    found = pd.concat([drawn(), recorded()])
+    is_product = found.label.str.startswith("`matmul`") & found.drawn & (found.device == "h100")
+    of_segments = found.label.str.endswith("drawn at random") & (found.device == "h200")
+    (step_of_two,) = found[found.device == "h200x2"].ratio
+    values = {
+        "moe": tokens["`moe`"],
+        "tokamax": tokens["tokamax"],
+        "small": speed_of("`(?:inv|solve|cholesky|svd|svdvals|eigh|eigvalsh|qr)` of .* small"),
+        "kernel": speed_of("`kernel` against"),
+        "segments": _mean_and_slower(found[of_segments].ratio),
+        "muon": speed_of("^`muon`"),
+        "muon_of_two": _number(step_of_two),
+        "products": _mean_and_slower(found[is_product].ratio),
+    }
+    lines = ([cell.format(**values) for cell in line] for line in START)
+    return table(("you have", "you write", "you get: speed over the peer on an H100"), lines, 3)
+
+
+def _mean_and_slower(ratios: Any) -> str:
+    mean, share = np.exp(np.log(ratios).mean()), (ratios < SLOWER).mean()
+    slower = f"{share:.0%} are slower by 3 % or more" if share else "none is slower by 3 %"
+    return f"{_number(mean)} times XLA on average; {slower}, the worst {_number(ratios.min())}"
+
+
 def _mixture() -> Iterator[str]:
+    return table(("experts", "tokens a second", "memory"), _mixture_lines())
+
+
+def _mixture_lines() -> list[tuple[str, str, str]]:
     row = max(record("h100/moe_model")["rows"], key=lambda row: row["sizes"]["layers"])
     tokens = row["sizes"]["batch"] * row["sizes"]["sequence"]
     names = {"ours": "`moe`", "XLA": "`lax.ragged_dot`", "parts": "`ragged_dot`, by parts"}
-    lines = [
+    return [
         (names.get(side, side), f"{tokens / row['seconds'][side]:,.0f}", size(row["bytes"][side]))
         if side in row["seconds"]
         else (names.get(side, side), "-", row["failures"][side])
         for side in ("ours", "XLA", "parts", "tokamax")
     ]
-    return table(("experts", "tokens a second", "memory"), lines)
 
 
 def _segment_calls() -> Iterator[str]:
@@ -348,6 +397,7 @@ _TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     "random": _random,
     "segments": _segment_calls,
     "speed": _speed,
+    "start": _start,
     "mixture": _mixture,
     "tests": _tests,
     **{f"ideas_{name}": functools.partial(_ideas, name) for name in LADDERS},
