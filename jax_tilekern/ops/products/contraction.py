@@ -592,23 +592,19 @@ def _kernel(operands: Sequence[Operand], **params: Any) -> PlannedKernel | str:
     )
 
 
+def _unfused_in_words(pair: bool, **_: Any) -> tuple[str, str]:
+    if pair:
+        return "a kernel for each", "kernels of both are for Hopper GPUs"
+    return "the epilogue runs in XLA, after the product", "XLA fuses it into one pass"
+
+
 _PLAIN = complex_products.planners(contract)
-_FUSED = planners(
-    _kernel,
-    _unfused,
-    "the epilogue runs in XLA, after the product",
-    on_cpu="XLA fuses it into one pass",
-)
-_PAIR = planners(
-    _kernel, _unfused, "a kernel for each", on_cpu="kernels of both are for Hopper GPUs"
-)
+_FUSED = planners(_kernel, _unfused, _unfused_in_words)
 
 
 def _planner(platform: str) -> Planner:
     def of(params: Params) -> Planner:
-        if "function" not in params:
-            return _PLAIN[platform]
-        return (_PAIR if params["pair"] else _FUSED)[platform]
+        return (_FUSED if "function" in params else _PLAIN)[platform]
 
     def refusal(*operands: Any, **params: Any) -> Rewrite | Fallback | None:
         return of(params).refusal(*operands, **params)

@@ -34,9 +34,7 @@ InPlace = tuple[tuple[int, int], ...]
 def planners(
     kernel: Callable[..., PlannedKernel | str],
     otherwise: Callable[..., Array | list[Array]],
-    how: str,
-    *,
-    on_cpu: str,
+    in_words: Callable[..., tuple[str, str]],
 ) -> dict[str, Planner]:
     """Return the planners of a call that a kernel computes on a GPU alone.
 
@@ -46,17 +44,16 @@ def planners(
         ``kernel(operands, **params)`` returns the kernel, or why there is none.
     otherwise
         ``otherwise(*operands, **params)`` computes the call in another way.
-    how
-        This way, for ``explain``.
-    on_cpu
-        Why it is the way on CPUs.
+    in_words
+        ``in_words(**params)`` names this way for ``explain``, and says why it is that on CPUs.
     """
 
     def rewrite(reason: str, params: dict[str, Any]) -> Rewrite:
+        how, _ = in_words(**params)
         return Rewrite(f"{how}: {reason}", functools.partial(otherwise, **params))
 
     def plan_on_cpu(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:
-        return rewrite(on_cpu, params)
+        return rewrite(in_words(**params)[1], params)
 
     def plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> PlannedKernel | Rewrite:
         found = kernel(operands, **params)

@@ -27,10 +27,9 @@ from jax_tilekern.ops.products.contraction import as_dot_general, contract
 from jax_tilekern.ops.products.fused_lowering import planners
 from jax_tilekern.ops.products.labelled_operands import common_type, swapped_precision
 from jax_tilekern.ops.products.overlapped_lowering import (
-    gathered_kernel,
+    exchanged_kernel,
     parts_of,
     result_of,
-    scattered_kernel,
 )
 from jax_tilekern.partitioning.call import register_exchange
 from jax_tilekern.partitioning.row_exchange import RowExchange
@@ -221,19 +220,20 @@ def _mesh_axis(name: Any) -> MeshAxis | None:
 
 
 # Products along a mesh axis. The first label of ``lhs`` and of the result is that of the rows which
-# devices exchange.
+# devices exchange: those of ``x`` are gathered, or those of the result are scattered. The transpose
+# in ``x`` of the one is the other.
 
 
 def gathered_product(x: Array, w: Array, *, keeps: bool, **params: Any) -> list[Array]:
     """Return the product of all devices' rows, and also the gathered rows if ``keeps``."""
-    results: list[Array] = _gathered(x, w, keeps=keeps, **params)
+    results: list[Array] = _bind(x, w, scatters=False, keeps=keeps, **params)
     return results
 
 
 def scattered_product(x: Array, w: Array, **params: Any) -> Array:
     """Return this device's rows of the sum of all devices' products."""
-    result: Array = _scattered(x, w, **params)
-    return result
+    (result,) = _bind(x, w, scatters=True, keeps=False, **params)
+    return result  # type: ignore[no-any-return]
 
 
 def _all_gather(x: Array, axis: MeshAxis) -> Array:
@@ -246,16 +246,13 @@ def _reduce_scatter(x: Array, axis: MeshAxis) -> Array:
     return scattered
 
 
-def _reference_of_gathered(
-    x: Array, w: Array, *, axis: MeshAxis, keeps: bool, **params: Any
+def _reference(
+    x: Array, w: Array, *, axis: MeshAxis, scatters: bool, keeps: bool, **params: Any
 ) -> list[Array]:
+    if scatters:
+        return [_reduce_scatter(contract(x, w, **params), axis)]
     gathered = _all_gather(x, axis)
-    product = contract(gathered, w, **params)
-    return [product, gathered] if keeps else [product]
-
-
-def _reference_of_scattered(x: Array, w: Array, *, axis: MeshAxis, **params: Any) -> Array:
-    return _reduce_scatter(contract(x, w, **params), axis)
+    return [contract(gathered, w, **params), *[gathered] * keeps]
 
 
 def _reference_of_tangent(
@@ -268,33 +265,29 @@ def _reference_of_tangent(
 # Derivatives. The gathered rows are kept for the cotangent of ``w``.
 
 
-def _jvp_of_gathered(
-    primals: Sequence[Any], tangents: Sequence[Any], *, keeps: bool, axis: MeshAxis, **params: Any
+def _jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    axis: MeshAxis,
+    scatters: bool,
+    keeps: bool,
+    **params: Any,
 ) -> tuple[list[Any], list[Any]]:
     (x, w), (x_tangent, w_tangent) = primals, tangents
-    moves = type(w_tangent) is not ad.Zero
-    results = gathered_product(x, w, keeps=keeps or moves, axis=axis, **params)
-    derived = [compat.zero_tangent(result) for result in results[: 1 + keeps]]
-    if type(x_tangent) is not ad.Zero:
-        derived = gathered_product(x_tangent, w, keeps=keeps, axis=axis, **params)
-    if moves:
-        derived[0] = ad.add_tangents(derived[0], contract(results[1], w_tangent, **params))
-    return results[: 1 + keeps], derived
-
-
-def _jvp_of_scattered(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[Array, Any]:
-    (x, w), (x_tangent, w_tangent) = primals, tangents
-    result = scattered_product(x, w, **params)
-    moving = [type(tangent) is not ad.Zero for tangent in tangents]
-    if all(moving):
-        return result, _tangent(x_tangent, w_tangent, x, w, **params)
-    if moving[0]:
-        return result, scattered_product(x_tangent, w, **params)
-    if moving[1]:
-        return result, scattered_product(x, w_tangent, **params)
-    return result, compat.zero_tangent(result)
+    x_moves, w_moves = (type(tangent) is not ad.Zero for tangent in tangents)
+    multiply = functools.partial(_bind, axis=axis, scatters=scatters, keeps=keeps, **params)
+    if scatters and x_moves and w_moves:
+        return multiply(x, w), [_tangent(x_tangent, w_tangent, x, w, axis=axis, **params)]
+    results = multiply(x, w, keeps=keeps or (w_moves and not scatters))
+    given = results[: 1 + keeps]
+    derived = [compat.zero_tangent(result) for result in given]
+    if x_moves:
+        derived = multiply(x_tangent, w)
+    if w_moves:
+        by_w = multiply(x, w_tangent)[0] if scatters else contract(results[1], w_tangent, **params)
+        derived[0] = ad.add_tangents(derived[0], by_w)
+    return given, derived
 
 
 def _cotangent_contraction(c: Contraction) -> Contraction:
@@ -307,56 +300,43 @@ def _cotangent_of_w(x: Array, cotangent: Array, w: Any, contraction: Contraction
     return contract(x, cotangent, contraction=c, precision=p, out_dtype=w.dtype)
 
 
-def _gathered_for_x(
+def _for_x(
     cotangents: Sequence[Array],
     x: Any,
     w: Array,
     *,
-    axis: MeshAxis,
     contraction: Contraction,
+    axis: MeshAxis,
+    scatters: bool,
     precision: Any,
     **_: Any,
 ) -> Array:
     c, (product_bar, *rows_bar) = _cotangent_contraction(contraction), cotangents
     params = {"contraction": c, "precision": precision, "out_dtype": x.dtype}
     if not rows_bar:
-        return scattered_product(product_bar, w, axis=axis, **params)
+        (found,) = _bind(product_bar, w, axis=axis, scatters=not scatters, keeps=False, **params)
+        return found  # type: ignore[no-any-return]
     # One reduce-scatter for the cotangents by both results.
     return _reduce_scatter(contract(product_bar, w, **params) + rows_bar[0], axis)
 
 
-def _gathered_for_w(
+def _for_w(
     cotangents: Sequence[Array],
     x: Array,
     w: Any,
     *,
-    axis: MeshAxis,
     contraction: Contraction,
+    axis: MeshAxis,
+    scatters: bool,
     precision: Any,
     **_: Any,
 ) -> Array:
-    return _cotangent_of_w(_all_gather(x, axis), cotangents[0], w, contraction, precision)
-
-
-def _scattered_for_x(
-    cotangent: Array, x: Any, w: Array, *, contraction: Contraction, **params: Any
-) -> Array:
-    c = _cotangent_contraction(contraction)
-    params_of_x = {**params, "contraction": c, "out_dtype": x.dtype}
-    return gathered_product(cotangent, w, keeps=False, **params_of_x)[0]
-
-
-def _scattered_for_w(
-    cotangent: Array,
-    x: Array,
-    w: Any,
-    *,
-    axis: MeshAxis,
-    contraction: Contraction,
-    precision: Any,
-    **_: Any,
-) -> Array:
-    return _cotangent_of_w(x, _all_gather(cotangent, axis), w, contraction, precision)
+    cotangent, *_rows = cotangents
+    if scatters:
+        cotangent = _all_gather(cotangent, axis)
+    else:
+        x = _all_gather(x, axis)
+    return _cotangent_of_w(x, cotangent, w, contraction, precision)
 
 
 def _tangent_for(
@@ -383,23 +363,7 @@ def _tangent_for(
 # Batching: a mapped dimension follows the rows.
 
 
-def _mapped(
-    operands: Sequence[Array], dims: Sequence[int | None], contraction: Contraction
-) -> tuple[list[Array], Contraction]:
-    x, w = operands
-    new = 1 + max(*contraction.lhs, *contraction.rhs)
-    at = None
-    if dims[0] is not None:
-        x, at = jnp.moveaxis(x, dims[0], 1), 1
-    return [x, w], dataclasses.replace(
-        contraction,
-        lhs=labelled(contraction.lhs, new, at),
-        rhs=labelled(contraction.rhs, new, dims[1]),
-        out=labelled(contraction.out, new, 1),
-    )
-
-
-def _batch_gathered(
+def _batch(
     _: Any,
     operands: Sequence[Array],
     dims: Sequence[int | None],
@@ -407,22 +371,19 @@ def _batch_gathered(
     contraction: Contraction,
     **params: Any,
 ) -> tuple[list[Array], list[int | None]]:
-    operands, contraction = _mapped(operands, dims, contraction)
-    results = gathered_product(*operands, contraction=contraction, **params)
+    x, w = operands
+    new = 1 + max(*contraction.lhs, *contraction.rhs)
     rows = None if dims[0] is None else 1
+    if dims[0] is not None:
+        x = jnp.moveaxis(x, dims[0], 1)
+    contraction = dataclasses.replace(
+        contraction,
+        lhs=labelled(contraction.lhs, new, rows),
+        rhs=labelled(contraction.rhs, new, dims[1]),
+        out=labelled(contraction.out, new, 1),
+    )
+    results = _bind(x, w, contraction=contraction, **params)
     return results, [1, rows][: len(results)]
-
-
-def _batch_scattered(
-    _: Any,
-    operands: Sequence[Array],
-    dims: Sequence[int | None],
-    *,
-    contraction: Contraction,
-    **params: Any,
-) -> tuple[Array, int]:
-    operands, contraction = _mapped(operands, dims, contraction)
-    return scattered_product(*operands, contraction=contraction, **params), 1
 
 
 def _batch_tangent(
@@ -479,44 +440,26 @@ register_exchange("tilekern_contract", _along_axis)
 # Primitives.
 
 
-def _describe(what: str, contraction: Contraction, axis: MeshAxis, **_: Any) -> str:
-    return f"{contraction}, {what} over {axis.name}"
+def _in_words(scatters: bool, **_: Any) -> tuple[str, str]:
+    how = "terms added and scattered afterwards" if scatters else "rows gathered first"
+    return how, "CPUs share their memory"
 
 
-_gathered = define(
+def _described(contraction: Contraction, axis: MeshAxis, scatters: bool, **_: Any) -> str:
+    return f"{contraction}, rows {'scattered' if scatters else 'gathered'} over {axis.name}"
+
+
+_bind = define(
     Operation(
-        name="tilekern_gathered_product",
-        reference=_reference_of_gathered,
+        name="tilekern_exchanged_product",
+        reference=_reference,
         several_results=True,
-        jvp=_jvp_of_gathered,
-        transposes={0: _gathered_for_x, 1: _gathered_for_w},
-        batch=_batch_gathered,
+        jvp=_jvp,
+        transposes={0: _for_x, 1: _for_w},
+        batch=_batch,
         sharding_rule=None,
-        planners=planners(
-            gathered_kernel,
-            _reference_of_gathered,
-            "rows gathered first",
-            on_cpu="CPUs share their memory",
-        ),
-        describe=functools.partial(_describe, "rows gathered"),
-        stands_for=as_dot_general,
-    )
-)
-_scattered = define(
-    Operation(
-        name="tilekern_scattered_product",
-        reference=_reference_of_scattered,
-        jvp=_jvp_of_scattered,
-        transposes={0: _scattered_for_x, 1: _scattered_for_w},
-        batch=_batch_scattered,
-        sharding_rule=None,
-        planners=planners(
-            scattered_kernel,
-            _reference_of_scattered,
-            "terms added and scattered afterwards",
-            on_cpu="CPUs share their memory",
-        ),
-        describe=functools.partial(_describe, "rows scattered"),
+        planners=planners(exchanged_kernel, _reference, _in_words),
+        describe=_described,
         stands_for=as_dot_general,
     )
 )
@@ -532,6 +475,6 @@ _tangent = define(
         batch=_batch_tangent,
         sharding_rule=None,
         planners={},
-        describe=functools.partial(_describe, "rows scattered, tangent"),
+        describe=functools.partial(_described, scatters=True),
     )
 )

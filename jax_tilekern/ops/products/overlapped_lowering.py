@@ -84,10 +84,18 @@ def _emitted(
     return PlannedKernel(kernel.name, plan.reason, plan, operands, scratch=scratch)
 
 
-def gathered_kernel(
+def exchanged_kernel(
+    operands: Sequence[Operand], *, scatters: bool, keeps: bool, **params: Any
+) -> PlannedKernel | str:
+    """Return the kernels of a product whose rows are exchanged, or why a collective does it."""
+    if scatters:
+        return _scattered_kernel(operands, **params)
+    return _gathered_kernel(operands, keeps=keeps, **params)
+
+
+def _gathered_kernel(
     operands: Sequence[Operand], *, axis: MeshAxis, keeps: bool, **params: Any
 ) -> PlannedKernel | str:
-    """Return the kernels of a product whose rows are gathered, or why a collective gathers them."""
     x, w = operands
     out = result_of(x.aval, w.aval, axis.size, params["contraction"], params["out_dtype"])
     parts = parts_of(x.aval, w.aval, out, axis, params["contraction"], scatters=False)
@@ -105,7 +113,7 @@ def gathered_kernel(
     return _emitted(plan, kernel, part, x, [] if keeps else [gathered])
 
 
-def scattered_kernel(
+def _scattered_kernel(
     operands: Sequence[Operand],
     *,
     axis: MeshAxis,
@@ -113,7 +121,6 @@ def scattered_kernel(
     precision: Any,
     out_dtype: np.dtype[Any],
 ) -> PlannedKernel | str:
-    """Return the kernels of a product whose terms are scattered, or why a collective does it."""
     x, w = operands
     params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
     out = result_of(x.aval, w.aval, 1 / axis.size, contraction, out_dtype)
