@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import jax_tilekern as jtk
-from benchmarks.programs import Program, program_command
+from benchmarks.programs import KERNELS, Program, program_command, relative
 
 _GROUP = "`kernel` against `vmap`"
+_WITH_ARRAYS = "`kernel` of arrays against `vmap`"
 _STEP = 0.001
 _MAPS: dict[str, Callable[..., Any]] = {"ours": jtk.kernel, "XLA": jax.vmap}
 
@@ -73,8 +75,46 @@ def _kalman(transition: Any, observed: Any) -> Any:
     return mean
 
 
+def _hmc(steps: int, data: Any, signs: Any, key: Any) -> Any:
+    """Return the states of Hamiltonian Monte Carlo of a logistic model, ten leapfrogs a step."""
+
+    def energy(q: Any) -> Any:
+        return jnp.sum(jax.nn.softplus(-signs * (data @ q))) + 0.5 * q @ q
+
+    def step(q: Any, key: Any) -> tuple[Any, Any]:
+        of_momentum, of_choice = jax.random.split(key)
+        p = jax.random.normal(of_momentum, q.shape)
+
+        def leapfrog(_: Any, state: Any) -> Any:
+            x, v = state
+            v -= 0.05 * jax.grad(energy)(x)
+            x += 0.1 * v
+            return x, v - 0.05 * jax.grad(energy)(x)
+
+        x, v = lax.fori_loop(0, 10, leapfrog, (q, p))
+        gain = energy(q) + 0.5 * p @ p - energy(x) - 0.5 * v @ v
+        q = jnp.where(jnp.log(jax.random.uniform(of_choice)) < gain, x, q)
+        return q, q
+
+    start = jnp.zeros(data.shape[1])
+    return lax.scan(step, start, jax.random.split(key, steps))[1]
+
+
 def _sides(function: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
     return {side: function(map_) for side, map_ in _MAPS.items()}
+
+
+# The kernel that the default leaves to ``vmap``.
+_ONE_KERNEL = {"kernel": KERNELS}
+
+
+def _with_kernel(function: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
+    return {**_sides(function), "kernel": function(jtk.kernel)}
+
+
+def _differences_of_means(_: Any, results: Any) -> dict[str, float]:
+    means = {side: np.asarray(x, np.float64).mean((0, 1)) for side, x in results.items()}
+    return relative(means, means["XLA"])
 
 
 def _starts(lanes: int) -> tuple[Any, Any]:
@@ -133,6 +173,32 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     sampler = functools.partial(_metropolis, steps)
     sides = _sides(lambda map_: map_(sampler))
     yield _program(f"Metropolis of {chains}", keys, sides, group=_GROUP)
+
+    rows, chains, draws = (20, 4, 3) if tiny else (200, 1024, 200)
+
+    def model() -> tuple[Any, ...]:
+        data = jax.random.normal(jax.random.key(2), (rows, 8))
+        signs = jnp.where(data[:, 0] > jax.random.normal(jax.random.key(3), (rows,)), 1.0, -1.0)
+        return data, signs, jax.random.split(jax.random.key(4), chains)
+
+    yield _program(
+        f"HMC of {rows} x 8 data, {draws} steps of {chains}",
+        model,
+        _with_kernel(lambda map_: map_(functools.partial(_hmc, draws), in_axes=(None, None, 0))),
+        contexts=_ONE_KERNEL,
+        # Chains that differ by roundings part; their means do not.
+        errors=_differences_of_means,
+        group=_WITH_ARRAYS,
+    )
+
+    numbers_of_line = 1000 if tiny else 33_000_000
+    yield _program(
+        f"a formula of {numbers_of_line}",
+        lambda: (jnp.linspace(0, 1, numbers_of_line),),
+        _with_kernel(lambda map_: map_(lambda x: jnp.tanh(x) * x + 1)),
+        contexts=_ONE_KERNEL,
+        group=_WITH_ARRAYS,
+    )
 
     filters, length = (10, 5) if tiny else (100_000, 100)
     yield _program(

@@ -24,6 +24,7 @@ from jax_tilekern.ops.kernel.translation import (  # noqa: F401
 )
 from jax_tilekern.ops.kernel.translation.values import Buffer, Shape, in_memory, is_wide, row_major
 from jax_tilekern.ops.kernel.translation.writer import LaneWriter, TooLong
+from jax_tilekern.ops.kernel.work import work_of
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.lanes import LaneKernel
 
@@ -146,6 +147,7 @@ def _written(
         lanes=lanes.count,
         alignments=tuple(x.dtype.itemsize for x in (*operands, *results)),
         workspace_bytes=writer.workspace_bytes,
+        work=work_of(closed, lanes.count, [set(x.axes) != {None} for x in operands]),
     )
 
 

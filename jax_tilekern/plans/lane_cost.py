@@ -1,0 +1,63 @@
+"""The time of a function of lanes as one kernel and under ``vmap``, in microseconds.
+
+The numbers are fitted to the programs of ``benchmarks/jax_kernel.py`` (docs/tuning-log.md). They
+tell loops over a few numbers from passes over arrays; both sides are off by a factor of two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from jax_tilekern.plans.gpu import Gpu
+
+# Cycles of an instruction of a thread, of which neighbours are independent, and of an access to
+# memory, which the next instruction waits for.
+_INSTRUCTION, _ACCESS = 1.0, 100.0
+# Cycles of an SM for an access of a warp, and schedulers of an SM.
+_WARP_ACCESS, _SCHEDULERS = 3.2, 4
+_WARP = 32
+# The share of the bandwidth that kernels of lanes reach, which load and store single elements.
+_SHARE_OF_BANDWIDTH = 0.45
+_LAUNCH = 3.0
+# XLA's kernel, and the end of a step of a ``while`` loop, which the host decides.
+_XLA_KERNEL, _XLA_CONDITION = 2.4, 14.0
+
+
+@dataclass(frozen=True)
+class LaneWork:
+    """What a function does: by each lane in one kernel, and by XLA for all lanes.
+
+    Numbers count the steps of loops. A ``while`` loop has a nominal number.
+    """
+
+    instructions: float = 0  # of a lane, on values in registers
+    accesses: float = 0  # of a lane, to arrays in memory inside the function
+    bytes: float = 0  # of operands and results of all lanes
+    xla_kernels: float = 0
+    xla_conditions: float = 0  # of ``while`` loops, each step of which has one
+    xla_bytes: float = 0  # that XLA's kernels read and write
+
+    def __add__(self, other: LaneWork) -> LaneWork:
+        return LaneWork(*(x + y for x, y in zip(self._numbers, other._numbers, strict=True)))
+
+    def __rmul__(self, steps: int) -> LaneWork:
+        return LaneWork(*(steps * x for x in self._numbers))
+
+    @property
+    def _numbers(self) -> tuple[float, ...]:
+        return dataclasses.astuple(self)
+
+    def kernel_us(self, lanes: int, gpu: Gpu) -> float:
+        of_thread = self.instructions * _INSTRUCTION + self.accesses * _ACCESS
+        warps = math.ceil(lanes / _WARP / gpu.sm_count)
+        of_sm = warps * (self.instructions / _SCHEDULERS + self.accesses * _WARP_ACCESS)
+        bandwidth = gpu.rates.memory_bandwidth * _SHARE_OF_BANDWIDTH
+        cycles = max(of_thread, of_sm, self.bytes / bandwidth)
+        return _LAUNCH + cycles / gpu.rates.cycles_per_microsecond
+
+    def xla_us(self, gpu: Gpu) -> float:
+        launches = self.xla_kernels * _XLA_KERNEL + self.xla_conditions * _XLA_CONDITION
+        memory = self.xla_bytes / gpu.rates.memory_bandwidth / gpu.rates.cycles_per_microsecond
+        return max(launches, memory)
