@@ -10,11 +10,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from numerics import UNIT_ROUNDOFF, assert_close, check_derivatives, poison, random, whole
+from numerics import (
+    UNIT_ROUNDOFF,
+    assert_close,
+    check_derivatives,
+    on_gpu,
+    poison,
+    random,
+    whole,
+)
 from sharded import MESH_TYPES, bytes_sent, check, mesh_of, put
 
 import jax_tilekern as jtk
 
+of_a_cpu = pytest.mark.skipif(on_gpu(), reason="a CPU's choices and program")
 BF16 = ml_dtypes.bfloat16
 FLOATS = [np.float32, np.float16, BF16]
 INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32]
@@ -788,3 +797,39 @@ def test_sums_are_computed_by_what_is_predicted_to_be_faster(shape, segments, dt
     if not is_kernel:
         fixed = "; its order of additions is not fixed" if dtype == "float32" else ""
         assert by_default.reason == f"XLA's scatter is predicted to be faster{fixed}"
+
+
+@of_a_cpu
+@pytest.mark.parametrize(
+    ("shape", "segments", "dtype", "is_sorted", "reason"),
+    [
+        ((100,), 10, "float32", False, "XLA's scatter of 100 numbers takes no longer than a call"),
+        ((2000, 3), 50, "int32", False, None),
+        ((40_000,), 500, "float32", False, "40000 rows of 4 bytes as they lie is faster"),
+        ((40_000,), 500, "bfloat16", False, None),
+        ((40_000, 3), 500, "int32", True, None),
+        ((40_000, 256), 500, "float32", True, "40000 rows of 1024 bytes as they lie is faster"),
+        ((4000, 1024), 3000, "float32", False, "4000 rows of 4096 bytes is faster than a sort"),
+    ],
+)
+def test_cpus_sum_by_what_is_faster(shape, segments, dtype, is_sorted, reason):
+    structs = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:1], "int32")
+
+    def total(x, ids):
+        return jtk.segment_sum(x, ids, segments, is_sorted)
+
+    with jtk.policy("auto"):
+        found = jtk.explain(total, *structs)[-1]
+    assert bool(found.kernel) == (reason is None)
+    assert reason is None or reason in found.reason
+    with jtk.policy("kernels"):
+        assert jtk.explain(total, *structs)[-1].kernel
+
+
+@of_a_cpu
+def test_means_on_cpus_sort_nothing(rng):
+    x, ids = whole(rng, 20_000), rng.integers(-1, 61, 20_000).astype(np.int32)
+    mean = jax.jit(lambda x, ids: jtk.segment_mean(x, ids, 60)).lower(x, ids).compile()
+    assert "order_by_key" not in mean.as_text()
+    by_plan = jax.jit(lambda x, ids: jtk.segment_mean(x, jtk.segment_plan(ids, 60), 60))
+    np.testing.assert_allclose(mean(x, ids), by_plan(x, ids), rtol=1e-6)
