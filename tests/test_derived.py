@@ -421,6 +421,7 @@ def skip_what_has_no_such_program(name, how, arrays):
     if how.only not in (F32, *types):
         pytest.skip("does not take the type")
     if how.special and (name.startswith("linalg.") or name in WITHOUT_NAN):
+        # Matrices have test_other_matrices_stay_finite.
         pytest.skip("plain JAX does not say what becomes of NaN")
     sharded = how.with_first or how in (CASES["sharded"], CASES["explicit rows"])
     if how is CASES["explicit rows"] and (not arrays[0].ndim or len(arrays[0]) % 2):
@@ -532,6 +533,37 @@ def test_derived(request, name, case, draw):
     assert_close(jax.tree.leaves(found), jax.tree.leaves(wanted), tolerance_of(name, how))
     if has_types:
         assert types_of(found, case) == types
+
+
+# These do not read all elements of a matrix.
+OF_A_TRIANGLE = "linalg.solve_triangular", "linalg.triangular_solve"
+MATRICES = [name for name in DESCRIPTIONS if name.startswith("linalg.")]
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("batch", [2, 9])
+@pytest.mark.one_in(4)
+def test_other_matrices_stay_finite(name, special, batch):
+    """What is not finite stays in its matrix. Of few matrices LAPACK computes some functions."""
+    call, arrays = call_of(name, F32)
+    # Batches have a leading dimension.
+    arrays = [x.reshape(-1, *x.shape[-2:])[:1] for x in arrays]
+    arrays = [np.concatenate([x, *[like(x) for _ in range(batch - 1)]]) for x in arrays]
+
+    def function(*xs):
+        return jax.tree.leaves(call.function(jtk, *xs))
+
+    finite = jax.jit(function)(*arrays)
+    arrays[0][0, -1, 0] = special
+    found = jax.jit(function)(*arrays)
+    for x, y in zip(found, finite, strict=True):
+        np.testing.assert_array_equal(x[1:], y[1:])
+    results = found[1:] or found  # Most calls return their operand first.
+    if name in ("linalg.svd", "linalg.svdvals", "linalg.eigh", "linalg.eigvalsh"):
+        assert all(np.isnan(x[0]).all() for x in results)
+    elif not (name in OF_A_TRIANGLE or np.isinf(special)):
+        assert any(np.isnan(x[0]).any() for x in results)
 
 
 def test_faults_to_plant_are_of_this_code():

@@ -353,3 +353,17 @@ def test_what_is_left_to_jax_says_why(rng, name, shape, dtype, keywords, reason)
     assert reason in choice.reason
     for got, expected in zip(*map(jax.tree.leaves, (ours(a), theirs(a))), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.parametrize("size", [4, 70])
+def test_singular_values_of_an_infinite_matrix(rng, dtype, size):
+    """LAPACK's own iteration does not end for the first matrix."""
+    a = rng.standard_normal((2, size, size)).astype(dtype)
+    a[0, 2, 0] = -np.inf
+    functions = linalg.svd, linalg.svdvals, linalg.pinv, functools.partial(linalg.norm, ord="nuc")
+    for function in functions:
+        axis = {"axis": (-2, -1)} if isinstance(function, functools.partial) else {}
+        for x in jax.tree.leaves(function(a, **axis)):
+            assert np.isnan(x[0]).all()
+            assert np.isfinite(x[1]).all()

@@ -7,9 +7,10 @@ package, and in the primitives again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import Array
 
 from jax_tilekern.interop import ffi
@@ -22,6 +23,8 @@ from jax_tilekern.ops.linalg.matrices import (
     triangular_solve,
 )
 from jax_tilekern.ops.linalg.matrix_kernels import decomposition_on_cpu, decomposition_on_cuda
+from jax_tilekern.primitives.operation import lowering_platform
+from jax_tilekern.scope import Function
 
 Rule = tuple[list[Any], list[Any]]
 
@@ -45,6 +48,26 @@ def eigh(a: Array, *, vectors: bool, lower: bool, symmetrize: bool) -> tuple[Arr
 def qr(a: Array, *, vectors: bool, full: bool) -> tuple[Array, ...]:
     """Return the orthogonal factor if ``vectors``, and the triangular one."""
     return tuple(_qr(*split_alike(a), vectors=vectors, full=full))
+
+
+def of_finite_matrices(function: Function) -> Function:
+    """Make one of JAX's functions compute NaN for a matrix that is not finite.
+
+    LAPACK's iteration for singular values does not end for some matrices with infinities.
+    """
+
+    @functools.wraps(function)
+    def of_finite(a: Array, *args: Any, **params: Any) -> Any:
+        finite = jnp.isfinite(a).all((-2, -1))
+
+        def masked(x: Array) -> Array:
+            own = tuple(range(finite.ndim, x.ndim))
+            return jnp.where(jnp.expand_dims(finite, own), x, jnp.nan)
+
+        results = function(jnp.where(finite[..., None, None], a, 0), *args, **params)
+        return jax.tree.map(masked, results)
+
+    return of_finite  # type: ignore[return-value]
 
 
 # Derivatives.
@@ -162,9 +185,12 @@ def _like_svd(a: Array, *, vectors: bool, full: bool) -> tuple[Array, ...]:
 
 
 def _svd_reference(a: Array, *, vectors: bool, full: bool) -> tuple[Array, ...]:
+    computed: Callable[..., Any] = lax.linalg.svd
+    if lowering_platform.value == "cpu":
+        computed = of_finite_matrices(computed)
     if not vectors:
-        return (lax.linalg.svd(a, compute_uv=False),)
-    u, s, vt = lax.linalg.svd(a, full_matrices=full)
+        return (computed(a, compute_uv=False),)
+    u, s, vt = computed(a, full_matrices=full)
     return s, u, vt
 
 

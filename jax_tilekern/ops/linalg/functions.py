@@ -360,7 +360,8 @@ def svd(
 
     if hermitian or subset_by_index is not None:
         return composed(theirs)(a)
-    return _computed("svd", theirs, ours, a, refusal=refusal_of_decomposition)
+    refusal = refusal_of_decomposition
+    return _computed("svd", theirs, ours, a, refusal=refusal, if_finite=True)
 
 
 @jax.jit
@@ -386,7 +387,8 @@ def svdvals(x: ArrayLike, /) -> Array:
     def ours(x: Array) -> Array:
         return decompositions.svd(x, vectors=False, full=False)[0]
 
-    return _computed("svdvals", jnp.linalg.svdvals, ours, x, refusal=refusal_of_decomposition)
+    refusal = refusal_of_decomposition
+    return _computed("svdvals", jnp.linalg.svdvals, ours, x, refusal=refusal, if_finite=True)
 
 
 @functools.partial(jax.jit, static_argnames=("UPLO", "symmetrize_input"))
@@ -548,7 +550,8 @@ def pinv(
             given = 10.0 * max(a.shape[-2:]) * float(np.finfo(a.dtype).eps)
         return matrix_functions.pseudo_inverse(a, compat.as_type(given, a.dtype))
 
-    return _computed("pinv", theirs, ours, a, refusal=refusal_of_decomposition)
+    refusal = refusal_of_decomposition
+    return _computed("pinv", theirs, ours, a, refusal=refusal, if_finite=True)
 
 
 @functools.partial(jax.jit, static_argnames=("upper_triangular", "max_squarings"))
@@ -790,16 +793,19 @@ def _computed(
     ours: Callable[..., Result],
     *operands: ArrayLike,
     refusal: Callable[[Array], str | None] = _refusal,
+    if_finite: bool = False,
 ) -> Result:
     """Compute a call by ``ours``, or by JAX's ``theirs`` for a reason that ``explain`` shows.
 
     Operands are converted to the type that JAX's function computes in. JAX's function raises the
-    errors about them, and the results have its structure.
+    errors about them, and the results have its structure. With ``if_finite`` it computes finite
+    matrices only.
     """
     types, structure = jax.tree.flatten(compat.type_of_whole(theirs, *operands))
     arrays = [_as_type(x, types[0].dtype) for x in operands]
     if is_left_to_jax(call, arrays[0], refusal(arrays[0])):
-        result: Result = theirs(*arrays)
+        by_jax = decompositions.of_finite_matrices(theirs) if if_finite else theirs
+        result: Result = by_jax(*arrays)
     else:
         result = jax.tree.unflatten(structure, jax.tree.leaves(ours(*arrays)))
     return result

@@ -96,12 +96,15 @@ _UNUSUAL = ("subset_by_index", "pivoting")
 
 def _replacement(name: str, primitive: Any) -> Callable[..., Any]:
     function, keywords, refusal_of = _PARTS[name]
+    theirs = primitive.bind
+    if name == "svd":
+        theirs = decompositions.of_finite_matrices(theirs)
 
     def replaced(a: Array, *operands: Array, **params: Any) -> Any:
         unusual = next((each for each in _UNUSUAL if params.get(each)), None)
         why = refusal_of(a) if unusual is None else f"{name} with {unusual} is JAX's own"
         if is_left_to_jax(name, a, why):
-            return primitive.bind(a, *operands, **params)
+            return theirs(a, *operands, **params)
         return function(a, *operands, **{own: params[each] for each, own in keywords.items()})
 
     return replaced
