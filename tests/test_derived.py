@@ -36,6 +36,14 @@ from benchmarks.catalog.oracles import ORACLES
 C64 = np.dtype(np.complex64)
 
 
+def split_like(x, values):
+    """Split values over the explicit axes that split another array."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if not any(getattr(sharding, "spec", ())):
+        return values
+    return jax.sharding.reshard(values, sharding)
+
+
 def like(tree):
     """Normal numbers, the same ones for equal shapes, or the same integers in another order."""
 
@@ -44,7 +52,7 @@ def like(tree):
             return jnp.roll(jnp.asarray(x), 1, 0)
         rng = np.random.default_rng(x.size)
         values = rng.standard_normal(x.shape) + (0.5j if jnp.iscomplexobj(x) else 0)
-        return jnp.asarray(values.astype(x.dtype))
+        return split_like(x, jnp.asarray(values.astype(x.dtype)))
 
     return jax.tree.map(drawn, tree)
 
@@ -322,9 +330,8 @@ CASES = {
 }
 
 
-# Where a call fails, as JAX's own does, or because a rule falls short of JAX's.
+# Where a call fails, as JAX's own does.
 _SHARDING = "needs out_sharding, as JAX's own does"
-_FALLS_SHORT = "JAX's own computes this"
 _IN_SHARD_MAP = {
     "kernel, branch": "JAX's own cond fails",
     "all_gather_matmul": "an axis of a vmap inside of a shard_map",
@@ -362,30 +369,11 @@ FAILS = {
     "x64 around a derivative": _IN_FLOAT32,
     "shard_map": _IN_SHARD_MAP,
     "partly manual": {**_IN_SHARD_MAP, "linalg.expm": "JAX's own fails"},
-    "explicit rows": {
-        "cuda_kernel": _FALLS_SHORT,
-        "linear_cross_entropy": _FALLS_SHORT,
-        "ragged_dot_general": _SHARDING,
-    },
+    "explicit rows": {"ragged_dot_general": _SHARDING},
     "explicit axes": {
         "ragged_dot": _SHARDING,
         "ragged_dot, epilogue": _SHARDING,
         "ragged_dot_general": _SHARDING,
-        "linalg.lu": "JAX's own fails",
-        "linalg.expm": "JAX's own fails",
-        **dict.fromkeys(
-            (
-                "cuda_kernel",
-                "linalg.det",
-                "linear_cross_entropy",
-                "matvec",
-                "moe",
-                "moe, biases",
-                "moe, ungated",
-                "vecmat",
-            ),
-            _FALLS_SHORT,
-        ),
     },
 }
 

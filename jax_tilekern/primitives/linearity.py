@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad, zero_tangent
 
 OperandGroup = tuple[int, ...]
@@ -63,8 +64,19 @@ def cotangents_in(
     results: list[Any] = [None] * len(operands)
     for i, value in zip(group, rules[group](cotangent, *known, **params), strict=True):
         if i in unknown:
-            results[i] = value
+            results[i] = _split_like(known[i], value)
     return results
+
+
+def _split_like(operand: Any, cotangent: Any) -> Any:
+    """Return a cotangent that explicit axes split as its operand, as JAX requires."""
+    wanted = compat.explicit_sharding(operand)
+    if wanted is None or type(cotangent) is ad.Zero:
+        return cotangent
+    found = compat.explicit_sharding(jax.typeof(cotangent))
+    if found is not None and found.spec.partitions == wanted.spec.partitions:
+        return cotangent
+    return jax.sharding.reshard(cotangent, wanted)
 
 
 def jvp_of(

@@ -11,10 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule
@@ -107,16 +109,22 @@ def _in_front(
 
 
 def _spread_batch(
-    _: Any, operands: Sequence[Array], dims: Sequence[int | None], *, copies: int
+    axis_data: Any, operands: Sequence[Array], dims: Sequence[int | None], *, copies: int
 ) -> tuple[list[Array], list[int]]:
+    if compat.is_split_explicitly(axis_data):
+        # Each device has the rows of its part of the batch.
+        spread = functools.partial(_spread_by_xla, copies=copies)
+        return jax.vmap(spread, dims)(*operands), [0] * copies
     (x,), places, tokens, size = _in_front(operands, dims)
     rows = spread_rows(x, places, tokens, copies)
     return [each.reshape(size, -1, *each.shape[1:]) for each in rows], [0] * copies
 
 
 def _combine_batch(
-    _: Any, operands: Sequence[Array], dims: Sequence[int | None], **__: Any
+    axis_data: Any, operands: Sequence[Array], dims: Sequence[int | None], **__: Any
 ) -> tuple[Array, int]:
+    if compat.is_split_explicitly(axis_data):
+        return jax.vmap(_combine_by_xla, dims)(*operands), 0
     rows, places, tokens, size = _in_front(operands, dims)
     total = combine_rows(*rows, places=places, tokens=tokens)
     return total.reshape(size, -1, *total.shape[1:]), 0

@@ -19,6 +19,7 @@ from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.products.labelled_operands import broadcasted, transposed
 from jax_tilekern.ops.segments.take import take
+from jax_tilekern.partitioning.explicit import split_alike
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.plans.contraction import Contraction, Labels
 
@@ -110,13 +111,19 @@ def masked(
         sizes = dict(zip((*mask_labels, *labels), (*mask.shape, *x.shape), strict=True))
         x = broadcasted(x, labels, wanted, sizes)
         own = broadcasted(mask, mask_labels, wanted, sizes)
-        return lax.select(own, x, lax.full_like(x, 0)), wanted
+        return _kept(own, x, wanted), wanted
 
     lhs, lhs_labels = expanded(lhs, c.lhs)
     rhs_labels = c.rhs
     if c.ragged_dimension == "k":
         rhs, rhs_labels = expanded(rhs, rhs_labels)
     return lhs, rhs, Contraction(lhs_labels, rhs_labels, c.out)
+
+
+def _kept(mask: Array, x: Array, labels: Labels) -> Array:
+    """Set elements outside of a mask to zero."""
+    mask, x = split_alike([labels, labels], [mask, x])
+    return lax.select(mask, x, lax.full_like(x, 0))
 
 
 def used(lhs: Array, rhs: Array, bounds: Array, *, contraction: Contraction) -> tuple[Array, Array]:
@@ -136,7 +143,7 @@ def used(lhs: Array, rhs: Array, bounds: Array, *, contraction: Contraction) -> 
         mask = mask.any([i for i, each in enumerate(mask_labels) if each not in labels])
         own = tuple(each for each in mask_labels if each in labels)
         mask = broadcasted(mask, own, labels, dict(zip(labels, x.shape, strict=True)))
-        return lax.select(mask, x, lax.full_like(x, 0))
+        return _kept(mask, x, labels)
 
     return kept(lhs, c.lhs, inside, ragged), kept(rhs, c.rhs, filled, group)
 
@@ -203,7 +210,10 @@ def over_groups(
             _at_rows(x, own, group_of, c) for x, own in zip(operands, operand_labels, strict=True)
         ]
         # Rows of no group have no derivatives, though those of the function there may be NaN.
-        within = [_constant_outside(inside, broadcasted(x, own, c.out, sizes)) for x, own in read]
+        values = [broadcasted(x, own, c.out, sizes) for x, own in read]
+        arrays = [inside, accumulators, *values]
+        inside, accumulators, *values = split_alike([c.out] * len(arrays), arrays)
+        within = [_constant_outside(inside, x) for x in values]
         results = function.over_labels(c.out, [c.out] * len(within))(accumulators, *within)
         return [jnp.where(inside, x, jnp.zeros((), x.dtype)) for x in results]
 
