@@ -35,22 +35,20 @@ from jax_tilekern.interop import compat
 from jax_tilekern.ops.products import complex_products, contraction_lowering
 from jax_tilekern.ops.products.contraction_lowering import CUDA, state_problem
 from jax_tilekern.ops.products.epilogues import (
+    ProductCall,
     described_function,
-    elementwise_function,
-    jvp_at_pre_activation,
     quantized_after,
-    saved_pre_activation,
     with_epilogue,
 )
 from jax_tilekern.ops.products.fused_lowering import InPlace, fused_kernel, planners
 from jax_tilekern.ops.products.groups import local_bounds, masked, part_of
 from jax_tilekern.ops.products.labelled_operands import common_type, product_by_lax
 from jax_tilekern.partitioning import params_text
-from jax_tilekern.partitioning.local_program import FunctionOfSum, Shard
+from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.primitives.linearity import jvp_of, tangents_out
+from jax_tilekern.primitives.linearity import jvp_of
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -63,7 +61,6 @@ from jax_tilekern.primitives.operation import (
     Transposes,
     define,
 )
-from jax_tilekern.primitives.remat import Saved
 
 
 def contract(
@@ -159,10 +156,10 @@ def contract_with_scalar_function(
         The function's results.
     """
     call = _Call(
-        contraction,
-        precision,
-        product,
-        out_sharding,
+        contraction=contraction,
+        precision=precision,
+        out_dtype=product,
+        out_sharding=out_sharding,
         function=function,
         operand_labels=tuple(labels for _, labels in operands),
         accumulator=accumulator_dtype(lhs.dtype, product),
@@ -187,20 +184,17 @@ class _Operands(NamedTuple):
     read: Sequence[Any]
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The parameters of a call. Those from the function on are given with one."""
+@dataclass(frozen=True, kw_only=True)
+class _Call(ProductCall):
+    """The parameters of a call."""
 
-    contraction: Contraction
     precision: Any
-    out_dtype: np.dtype[Any]
     out_sharding: NamedSharding | None = None
-    function: ScalarFunction | None = None
-    operand_labels: tuple[Labels, ...] = ()
-    accumulator: np.dtype[Any] | None = None
     in_place: InPlace = ()
     symmetric: bool = False
-    pair: bool = False
+
+    factors = 2
+    linear_in = ((0,), (1,))
 
     def split(self, operands: Sequence[Any]) -> _Operands:
         """Take the operands apart."""
@@ -216,12 +210,8 @@ class _Call:
         own = {"contraction": self.contraction, "precision": self.precision, "out_dtype": dtype}
         return own | others
 
-    def elementwise(self, function: ScalarFunction | None = None) -> Callable[..., list[Array]]:
-        """Return its function, or another, of the accumulators, the bounds and what it reads."""
-        function = function or self.function
-        assert function is not None
-        labels = (self.contraction.out,) * self.pair + self.operand_labels
-        return elementwise_function(function, self.contraction, labels)
+    def multiply(self, *factors: Array, **others: Any) -> Array:
+        return contract(*factors, **self.product(**others))
 
 
 # Meaning.
@@ -262,8 +252,7 @@ def _unfused(
     function, (lhs, right, bounds, read) = call.function, call.split(operands)
     assert function is not None
     if call.pair:
-        own = call.product(out_dtype=call.out_dtype)
-        rounded = contract(lhs, right[1], *bounds, **own)
+        rounded = call.multiply(lhs, right[1], *bounds, out_dtype=call.out_dtype)
         return contract_with_scalar_function(
             lhs,
             right[0],
@@ -285,7 +274,7 @@ def _unfused(
             return compute(*operands, **params | {"function": function})
 
         return quantized_after(fused, function, *operands)
-    product = contract(lhs, *right, *bounds, **call.product(out_sharding=out_sharding))
+    product = call.multiply(lhs, *right, *bounds, out_sharding=out_sharding)
     if function.is_identity:
         return [product]
     elementwise = call.elementwise()
@@ -393,28 +382,11 @@ def _transposes(*, function: ScalarFunction | None = None, **_: Any) -> Transpos
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     """Differentiate a call with a function, that of a pair as two calls."""
-    call, n = _Call(**params), len(params["contraction"].operands)
+    call = _Call(**params)
     if call.pair:
         return jvp_of(_unfused, primals, tangents, **params)
-    assert call.function is not None
-    assert call.accumulator is not None
-
-    def product(*factors: Array) -> list[Array]:
-        return [contract(*factors, **call.product(out_dtype=call.out_dtype))]
-
-    def change(pre_activation: Array) -> Any:
-        groups = [(0,), (1,)]
-        return tangents_out(product, groups, primals[:n], tangents[:n], [pre_activation])[0]
-
-    def bind(*operands: Array, function: ScalarFunction) -> list[Array]:
-        # The derivative reads the operands again, so none is overwritten.
-        results: list[Array] = _bind(*operands, **params | {"function": function, "in_place": ()})
-        return results
-
-    return jvp_at_pre_activation(
-        bind, change, call.elementwise, call.function, call.accumulator, call.out_dtype, 2,
-        primals, tangents,
-    )  # fmt: skip
+    # The derivative reads the operands again, so none is overwritten.
+    return call.jvp(functools.partial(_bind, **params | {"in_place": ()}), primals, tangents)
 
 
 def _batch(
@@ -435,7 +407,7 @@ def _batch(
         return jax.vmap(both, tuple(dims), out_dims, axis_size=axis_data.size)(*operands), out_dims
     if not is_mapped and all(dim is None for dim in bounds_dims):
         # One product has an epilogue for each element of the batch.
-        accumulators = contract(lhs, *right, *bounds, **call.product(out_dtype=call.accumulator))
+        accumulators = call.multiply(lhs, *right, *bounds, out_dtype=call.accumulator)
         over = jax.vmap(call.elementwise(), (None, *dims[2:]), out_dims)
         return over(accumulators, *operands[2:]), out_dims
     places = [lhs_dim, right_dims[0], *bounds_dims]
@@ -525,16 +497,6 @@ def in_float32(*, function: ScalarFunction | None = None, **params: Any) -> Para
     return {**params, "function": function.with_reductions_in_float32()}
 
 
-def _function_of_sum(**params: Any) -> FunctionOfSum:
-    call = _Call(**params)
-
-    def epilogue(total: Array, _: Array, __: Array, *others: Array) -> list[Array]:
-        return call.elementwise()(total.astype(call.accumulator), *others)
-
-    term = functools.partial(contract, **call.product(out_dtype=call.out_dtype))
-    return FunctionOfSum(term, call.out_dtype, epilogue)
-
-
 # Checkpoint policies.
 
 
@@ -557,14 +519,6 @@ def as_dot_general(
         "preferred_element_type": out_dtype,
         "out_sharding": None,
     }
-
-
-def _saved(**params: Any) -> Saved | None:
-    call = _Call(**params)
-    if call.function is None or call.pair or call.contraction.group is not None:
-        return None
-    assert call.accumulator is not None
-    return saved_pre_activation(call.function, call.elementwise(), call.accumulator)
 
 
 # Lowering.
@@ -652,8 +606,8 @@ _bind = define(
         localised=_localised,
         source=_source,
         in_float32=in_float32,
-        function_of_sum=_function_of_sum,
+        function_of_sum=lambda **params: _Call(**params).function_of_sum(),
         stands_for=as_dot_general,
-        saved=_saved,
+        saved=lambda **params: _Call(**params).saved(),
     )
 )

@@ -8,8 +8,10 @@ product's type. Nothing else is saved, and a call that is not differentiated sav
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +22,12 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.products.groups import over_groups
 from jax_tilekern.ops.quantisation.quantize import quantize
+from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.epilogue import RowQuantization
 from jax_tilekern.plans.quantize import BLOCK
-from jax_tilekern.primitives.linearity import jvp_of
+from jax_tilekern.primitives.linearity import OperandGroup, jvp_of, tangents_out
 from jax_tilekern.primitives.remat import Saved
 
 
@@ -71,73 +74,91 @@ def with_blocks_last(results: Sequence[Array], function: ScalarFunction) -> list
     ]
 
 
-def jvp_at_pre_activation(
-    bind: Callable[..., list[Array]],
-    change: Callable[[Array], Any],
-    elementwise: Callable[[ScalarFunction], Callable[..., list[Array]]],
-    function: ScalarFunction,
-    accumulator: np.dtype[Any],
-    product: np.dtype[Any],
-    factors: int,
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
-    """Differentiate a product with an epilogue.
+@dataclass(frozen=True, kw_only=True)
+class ProductCall:
+    """The parameters of a call of a product, and what follows from its epilogue if it has one.
 
-    Parameters
-    ----------
-    bind
-        ``bind(*primals, function=...)`` computes it.
-    change
-        ``change(pre_activation)`` gives the tangent of the product, symbolically zero if it is.
-    elementwise
-        Makes a function of scalars one of the accumulators and of the operands after the factors.
-    function, accumulator, product
-        As the parameters of a contraction with an epilogue.
-    factors
-        The number of operands that are multiplied.
-    primals, tangents
-        All operands, and their tangents.
+    The operands are those that are multiplied, the bounds if there are groups, and what the
+    function reads.
     """
-    saved = function.accumulator_result
-    added = saved is None
-    if saved is None:
-        saved, function = function.elements, function.with_accumulator(product)
-    results = bind(*primals, function=function)
-    pre_activation = results[saved].astype(accumulator)
-    changed = change(pre_activation)
-    if type(changed) is not ad.Zero:
-        changed = changed.astype(accumulator)
-    read, moved = primals[factors:], tangents[factors:]
-    _, derived = jvp_of(elementwise(function), (pre_activation, *read), (changed, *moved))
-    out = [
-        x if jnp.issubdtype(result.dtype, jnp.inexact) else compat.zero_tangent(result)
-        for result, x in zip(results, derived, strict=True)
-    ]
-    kept = [i for i in range(len(out)) if not (added and i == saved)]
-    return [results[i] for i in kept], [out[i] for i in kept]
 
+    contraction: Contraction
+    out_dtype: np.dtype[Any]
+    function: ScalarFunction | None = None
+    operand_labels: tuple[Labels, ...] = ()
+    accumulator: np.dtype[Any] | None = None
+    pair: bool = False  # whether the function has the accumulators of two products
 
-def saved_pre_activation(
-    function: ScalarFunction,
-    elementwise: Callable[..., list[Array]],
-    accumulator: np.dtype[Any],
-    between: int = 0,
-) -> Saved | None:
-    """Save the pre-activation, which a call that is differentiated stores.
+    # The number of operands that are multiplied, and those in which a product is linear.
+    factors: ClassVar[int]
+    linear_in: ClassVar[Sequence[OperandGroup]]
 
-    ``elementwise`` is the function of arrays. So many operands are ``between`` the two that are
-    multiplied and its own.
-    """
-    position = function.accumulator_result
-    if position is None:
-        return None
+    def multiply(self, *factors: Array, **others: Any) -> Array:
+        """Return one product without the function, by default the accumulators."""
+        raise NotImplementedError
 
-    def others(pre_activation: Array, *operands: Array) -> list[Array]:
-        results = elementwise(pre_activation.astype(accumulator), *operands[between:])
-        return [x for i, x in enumerate(results) if i != position]
+    def elementwise(self, function: ScalarFunction | None = None) -> Callable[..., list[Array]]:
+        """Return its function, or another, of the accumulators, the bounds and what it reads."""
+        function = function or self.function
+        assert function is not None
+        labels = (self.contraction.out,) * self.pair + self.operand_labels
+        return elementwise_function(function, self.contraction, labels)
 
-    return Saved(position, others, function.names)
+    def jvp(
+        self, bind: Callable[..., list[Array]], primals: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Differentiate the call, which ``bind(*operands, function=...)`` computes."""
+        function, n = self.function, self.factors + (self.contraction.group is not None)
+        assert function is not None
+        saved = function.accumulator_result
+        added = saved is None
+        if saved is None:
+            saved, function = function.elements, function.with_accumulator(self.out_dtype)
+        results = bind(*primals, function=function)
+        pre_activation = results[saved].astype(self.accumulator)
+
+        def product(*factors: Array) -> list[Array]:
+            return [self.multiply(*factors, out_dtype=self.out_dtype)]
+
+        (changed,) = tangents_out(
+            product, self.linear_in, primals[:n], tangents[:n], [pre_activation]
+        )
+        if type(changed) is not ad.Zero:
+            changed = changed.astype(self.accumulator)
+        read, moved = primals[self.factors :], tangents[self.factors :]
+        elementwise = self.elementwise(function)
+        _, derived = jvp_of(elementwise, (pre_activation, *read), (changed, *moved))
+        out = [
+            x if jnp.issubdtype(result.dtype, jnp.inexact) else compat.zero_tangent(result)
+            for result, x in zip(results, derived, strict=True)
+        ]
+        kept = [i for i in range(len(out)) if not (added and i == saved)]
+        return [results[i] for i in kept], [out[i] for i in kept]
+
+    def saved(self) -> Saved | None:
+        """Save the pre-activation, which a call that is differentiated stores."""
+        function = self.function
+        if function is None or self.pair or self.contraction.group is not None:
+            return None
+        position = function.accumulator_result
+        if position is None:
+            return None
+
+        def others(pre_activation: Array, *operands: Array) -> list[Array]:
+            read = operands[self.factors - 2 :]
+            results = self.elementwise()(pre_activation.astype(self.accumulator), *read)
+            return [x for i, x in enumerate(results) if i != position]
+
+        return Saved(position, others, function.names)
+
+    def function_of_sum(self) -> FunctionOfSum:
+        """Return the product as a term of the sum over devices, and the function of the sum."""
+
+        def epilogue(total: Array, *operands: Array) -> list[Array]:
+            return self.elementwise()(total.astype(self.accumulator), *operands[self.factors :])
+
+        term = functools.partial(self.multiply, out_dtype=self.out_dtype)
+        return FunctionOfSum(term, self.out_dtype, epilogue)
 
 
 def with_epilogue(

@@ -28,11 +28,9 @@ from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.products.contraction import as_dot_general, contract, masked_product
 from jax_tilekern.ops.products.contraction_lowering import LoweredProduct, cuda_kernel
 from jax_tilekern.ops.products.epilogues import (
+    ProductCall,
     described_function,
-    elementwise_function,
-    jvp_at_pre_activation,
     quantized_after,
-    saved_pre_activation,
     with_epilogue,
 )
 from jax_tilekern.ops.products.fused_lowering import fused_kernel
@@ -44,14 +42,13 @@ from jax_tilekern.ops.products.scaled_layout import (
     with_columns_first,
 )
 from jax_tilekern.ops.products.scaled_operands import dequantized, refuse_tangent
-from jax_tilekern.partitioning.local_program import FunctionOfSum, Shard
+from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.plans.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.problem import Product, Scales
 from jax_tilekern.plans.gemm.select import copies_rows_first
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.quantize import BLOCK
-from jax_tilekern.primitives.linearity import tangents_out
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -63,20 +60,19 @@ from jax_tilekern.primitives.operation import (
     Transposes,
     define,
 )
-from jax_tilekern.primitives.remat import Saved
 
 _F32: np.dtype[Any] = np.dtype(np.float32)
 
 
-@dataclass(frozen=True)
-class _Call:
+@dataclass(frozen=True, kw_only=True)
+class _Call(ProductCall):
     """The parameters of a call."""
 
-    contraction: Contraction
-    out_dtype: np.dtype[Any]
     rows_last: tuple[bool, bool] = (False, False)
-    function: ScalarFunction | None = None
-    operand_labels: tuple[Labels, ...] = ()
+    accumulator: np.dtype[Any] = _F32
+
+    factors = 4
+    linear_in = ((2,), (3,))
 
     @property
     def is_grouped(self) -> bool:
@@ -88,21 +84,13 @@ class _Call:
         return "scaled_ragged_dot" if self.is_grouped else "scaled_matmul"
 
     @property
-    def factors(self) -> int:
-        """The number of operands before those of the function."""
-        return 4 + self.is_grouped
+    def first_read(self) -> int:
+        """The first operand of the function."""
+        return self.factors + self.is_grouped
 
-    def product(self, dtype: np.dtype[Any]) -> Params:
-        """Return the parameters of the product alone, of a type."""
-        return {
-            "contraction": self.contraction, "out_dtype": dtype, "rows_last": self.rows_last
-        }  # fmt: skip
-
-    def elementwise(self, function: ScalarFunction | None = None) -> Callable[..., list[Array]]:
-        """Return its function, or another, of the accumulators and of what it reads."""
-        function = function or self.function
-        assert function is not None
-        return elementwise_function(function, self.contraction, self.operand_labels)
+    def multiply(self, *factors: Array, **others: Any) -> Array:
+        own = {"contraction": self.contraction, "rows_last": self.rows_last, "out_dtype": _F32}
+        return scaled_product(*factors, **own | others)
 
 
 def scaled_product(*factors: Array, **params: Any) -> Array:
@@ -143,7 +131,7 @@ def _by(multiply: Callable[..., Array], *operands: Array, **params: Any) -> list
     result = multiply(
         factor(0),
         factor(1),
-        *operands[4 : call.factors],
+        *operands[4 : call.first_read],
         contraction=call.contraction,
         precision=(lax.Precision.HIGHEST, lax.Precision.HIGHEST),
         out_dtype=_F32,
@@ -168,7 +156,7 @@ def unfused(*operands: Array, **params: Any) -> list[Array]:
             return compute(*operands, **params | {"function": function})
 
         return quantized_after(fused, call.function, *operands)
-    accumulators = scaled_product(*operands[: call.factors], **call.product(_F32))
+    accumulators = call.multiply(*operands[: call.first_read])
     return call.elementwise()(accumulators, *operands[4:])
 
 
@@ -183,25 +171,11 @@ def _jvp(
     primals: Sequence[Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[Array], list[Any]]:
     """Differentiate a call with an epilogue."""
-    call, n = _Call(**params), _Call(**params).factors
-    assert call.function is not None
+    call = _Call(**params)
     for operand, tangent in enumerate(tangents[:2]):
         if type(tangent) is not ad.Zero:
             refuse_tangent(call.name, operand)
-
-    def multiply(*factors: Array) -> list[Array]:
-        return [scaled_product(*factors, **call.product(call.out_dtype))]
-
-    def change(product: Array) -> Any:
-        return tangents_out(multiply, [(2,), (3,)], primals[:n], tangents[:n], [product])[0]
-
-    def bind(*operands: Array, function: ScalarFunction) -> list[Array]:
-        results: list[Array] = _bind(*operands, **params | {"function": function})
-        return results
-
-    return jvp_at_pre_activation(
-        bind, change, call.elementwise, call.function, _F32, call.out_dtype, 4, primals, tangents
-    )
+    return call.jvp(functools.partial(_bind, **params), primals, tangents)
 
 
 def _cotangent(operand: int, cotangents: Sequence[Array], *operands: Any, **params: Any) -> Array:
@@ -230,11 +204,11 @@ def _batch(
     axis_data: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Array], list[int]]:
     """Put the mapped axis first. An operand and its scales have it together."""
-    call, n = _Call(**params), _Call(**params).factors
+    call, n = _Call(**params), _Call(**params).first_read
     out_dims = [0] if call.function is None else call.function.mapped_dims
     if all(dim is None for dim in dims[:n]):
         # One product has an epilogue for each element of the batch.
-        accumulators = scaled_product(*operands[:n], **call.product(_F32))
+        accumulators = call.multiply(*operands[:n])
         over = jax.vmap(call.elementwise(), (None, *dims[4:]), out_dims)
         return over(accumulators, *operands[4:]), out_dims
     mapped = [dims[i] is not None or dims[i + 2] is not None for i in (0, 1)] * 2
@@ -336,16 +310,6 @@ def _in_float32(**params: Any) -> Params:
     return params | {"function": call.function.with_reductions_in_float32(), "out_dtype": _F32}
 
 
-def _function_of_sum(**params: Any) -> FunctionOfSum:
-    call = _Call(**params)
-
-    def epilogue(total: Array, *operands: Array) -> list[Array]:
-        return call.elementwise()(total.astype(_F32), *operands[4:])
-
-    term = functools.partial(scaled_product, **call.product(call.out_dtype))
-    return FunctionOfSum(term, call.out_dtype, epilogue)
-
-
 # Checkpoint policies.
 
 
@@ -353,13 +317,6 @@ def _as_dot_general(
     *, contraction: Contraction, out_dtype: np.dtype[Any], **_: Any
 ) -> tuple[compat.Primitive, dict[str, Any]] | None:
     return as_dot_general(contraction, None, out_dtype)
-
-
-def _saved(**params: Any) -> Saved | None:
-    call = _Call(**params)
-    if call.function is None:
-        return None
-    return saved_pre_activation(call.function, call.elementwise(), _F32, between=2)
 
 
 # Lowering.
@@ -389,7 +346,7 @@ def _cpu(_operands: Any, _avals: Any, **params: Any) -> Rewrite:
 
 
 def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
-    call, n = _Call(**params), _Call(**params).factors
+    call, n = _Call(**params), _Call(**params).first_read
     factors, bounds = operands[:2], operands[4:n]
     stored = [*map(stored_scales, operands[2:4], call.rows_last)]
     scales = [
@@ -491,8 +448,8 @@ _bind = define(
         planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
         describe=_described,
         in_float32=_in_float32,
-        function_of_sum=_function_of_sum,
+        function_of_sum=lambda **params: _Call(**params).function_of_sum(),
         stands_for=_as_dot_general,
-        saved=_saved,
+        saved=lambda **params: _Call(**params).saved(),
     )
 )
