@@ -1,4 +1,4 @@
-"""What the commands write, and in what units."""
+"""Text and units of the output of the commands."""
 
 from __future__ import annotations
 

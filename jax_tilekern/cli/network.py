@@ -23,7 +23,7 @@ _MOMENTUM = 0.9
 
 
 class State(NamedTuple):
-    """What training carries from step to step."""
+    """The state that training carries from step to step."""
 
     parameters: Parameters
     velocity: Parameters

@@ -32,7 +32,7 @@ def find_problems(facts: Fact, errors: Mapping[str, str]) -> list[Diagnosis]:
         The results of :func:`jax_tilekern.cli.machine.facts`. Missing facts are not judged, and a
         probe that failed is itself a problem.
     """
-    # What fails for want of a backend is explained by that problem.
+    # A missing backend explains the probes that fail for want of it.
     found = [
         Diagnosis(
             f"doctor could not find out about {name.replace('_', ' ')}: {error}",

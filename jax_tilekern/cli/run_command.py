@@ -10,7 +10,7 @@ from typing import Protocol
 
 import jax_tilekern
 
-# What a shell reports of a process that an interrupt ended.
+# The exit status that a shell reports of a process that an interrupt ended.
 INTERRUPTED = 130
 
 

@@ -101,7 +101,7 @@ class Kernel:
 
     @property
     def text(self) -> Source | Image:
-        """What is compiled."""
+        """The text of the kernel that is compiled."""
         if not isinstance(self.source, str):
             return self.source
         return Source(f'#include "{self.source}"\n', f"{self.source.removesuffix('.cuh')}.cu")

@@ -17,7 +17,7 @@ _MIN_STACK_SIZE = 0x12
 _REGISTERS = 0x2F
 # The ELF ABI since CUDA 13; the other one has the architecture in other bits.
 _NEW_ABI = 0x41
-# What the system takes of a CTA's shared memory from Hopper on.
+# Shared memory of a CTA that the system reserves, from Hopper on.
 _RESERVED_SHARED_BYTES = 1024
 _HARDWARE_MAX_THREADS = 1024
 

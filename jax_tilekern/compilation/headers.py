@@ -181,7 +181,7 @@ def _package_text(name: str) -> str | None:
 
 @functools.cache
 def _read_once(folder: Path, name: str) -> str | None:
-    # As with the package's Python code, a process keeps what it has read first.
+    # A process keeps the text that it has read first, as it keeps the package's Python code.
     path = folder / name
     return path.read_text() if os.path.isfile(path) else None
 

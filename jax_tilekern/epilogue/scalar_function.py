@@ -97,7 +97,7 @@ class ScalarFunction:
 
     @property
     def accumulator_result(self) -> int | None:
-        """Which result is the accumulator itself, if one is."""
+        """The position of the result that is the accumulator itself, if there is one."""
         accumulator = self.jaxpr.jaxpr.invars[0]
         elements = self.jaxpr.jaxpr.outvars[: self.elements]
         found = (i for i, x in enumerate(elements) if x is accumulator)

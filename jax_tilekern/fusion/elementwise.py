@@ -1,4 +1,4 @@
-"""Which equations of a jaxpr are elementwise, and how they read their operands."""
+"""Find the elementwise equations of a jaxpr, and how they read their operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which elementwise equations of a jaxpr each of its products takes as its epilogue.
+"""Find the elementwise equations of a jaxpr that each of its products takes as its epilogue.
 
 A product takes the equations that read it, and those that read these, up to the first other use of
 any of their values. The kernel then stores the fewest arrays from which everything else can be

@@ -1,4 +1,4 @@
-"""Which operands of epilogues have their memory taken by results.
+"""Find the operands of epilogues whose memory results can take.
 
 A product's result that an epilogue is the last to read needs no memory beside that of the
 epilogue's own result. Any other reader must be a product on which the epilogue's product depends:

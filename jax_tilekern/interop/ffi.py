@@ -131,7 +131,7 @@ class CpuCall:
     """A call of a CPU handler."""
 
     target: str  # one of FFI_TARGETS
-    # What the handler reads: integers, and tuples of integers, which must not be empty.
+    # The handler reads integers, and tuples of integers. A tuple must not be empty.
     attributes: Mapping[str, int | tuple[int, ...]]
 
 

@@ -1,4 +1,4 @@
-"""What a user sets around a call, and what the inside of an operation runs in.
+"""Modes that a user sets around a call, and the modes in which rules of operations run.
 
 A mode such as ``jax_enable_x64`` may be a context around a part of the user's program. JAX calls
 the rules of a primitive at other times: it differentiates, batches and lowers a function outside of

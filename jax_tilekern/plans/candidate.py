@@ -34,7 +34,7 @@ class CostedCandidate(Candidate):
 
     @property
     def kind(self) -> str:
-        """What kernels that use their registers alike have in common."""
+        """A name that kernels share if they use registers alike."""
         return type(self).__name__
 
     @property

@@ -48,7 +48,7 @@ def exponential(a: Array, *, upper_triangular: bool, max_squarings: int) -> Arra
         return lax.cond(jnp.any(unfinished), squared, lambda x: x, x), None
 
     result, _ = lax.scan(square, result, jnp.arange(max_squarings, dtype=squarings.dtype))
-    # As by JAX, whose approximants have arguments up to twice as large.
+    # JAX gives NaN for the same matrices. Its approximants have arguments up to twice as large.
     is_refused = jnp.maximum(jnp.floor(doublings), 0) > max_squarings
     return jnp.where(is_refused[..., None, None], jnp.nan, result)
 

@@ -200,8 +200,9 @@ def _by_copies(
     return lax.complex(re, im)
 
 
-# The same by a kernel that has the complex arrays for real ones whose innermost dimension has the
-# parts. Calls of it are lowered where they are made, so they are never differentiated.
+# A kernel computes the same in place: it reads complex arrays as real ones whose innermost
+# dimension has the parts. The primitive is bound where a call is lowered, so it is never
+# differentiated.
 
 
 def _define_in_place(by_copies: Callable[..., Array]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """How a contraction is lowered on each platform: state the problem, then plan its kernel.
 
 The types choose the arithmetic. The MLIR value of an operand tells what transposes it, so that a
-kernel reads the operand where it lies. What a kernel cannot compute as it is becomes another
-contraction.
+kernel reads the operand where it lies. A contraction that no kernel computes as it is may be
+rewritten to another one.
 """
 
 from __future__ import annotations

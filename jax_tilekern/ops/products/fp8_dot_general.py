@@ -124,11 +124,11 @@ def fp8_dot_general(
         rhs,
     )
     numbers = explicit_dimension_numbers(dimension_numbers, lhs.ndim)
-    (of_lhs, of_rhs), (lhs_batch, rhs_batch) = numbers
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers
 
     def multiply(operands: tuple[Array, Array]) -> Array:
-        left, lhs_first = _as_matrices(operands[0], lhs_batch, of_lhs)
-        right, rhs_first = _as_matrices(operands[1], rhs_batch, of_rhs)
+        left, lhs_first = _as_matrices(operands[0], lhs_batch, lhs_contracted)
+        right, rhs_first = _as_matrices(operands[1], rhs_batch, rhs_contracted)
         # The types of cotangents are those of operands, so each varies as the product does.
         left, right = compat.unify_varying(left, right)
         call = _Call(lhs_first, rhs_first, result.dtype, gradient_dtype, power_of_two)
@@ -235,7 +235,7 @@ def _forward(lhs: Array, rhs: Array, call: _Call) -> tuple[Array, Any]:
 
 
 def _backward(call: _Call, residuals: Any, cotangent: Array) -> tuple[Array, Array]:
-    left, right, (of_lhs, of_rhs) = residuals
+    left, right, (lhs_like, rhs_like) = residuals
     (cotangent,) = _differentiated_once(cotangent)
     if cotangent.dtype not in QUANTIZED_DTYPES:
         cotangent = cotangent.astype(np.float32)
@@ -245,7 +245,7 @@ def _backward(call: _Call, residuals: Any, cotangent: Array) -> tuple[Array, Arr
     # A and B are swapped where the operand lies transposed.
     left_factors = (right, along_n) if call.lhs_first else (along_n, right)
     right_factors = (left, along_m) if call.rhs_first else (along_m, left)
-    return _multiplied(*left_factors, of_lhs.dtype), _multiplied(*right_factors, of_rhs.dtype)
+    return _multiplied(*left_factors, lhs_like.dtype), _multiplied(*right_factors, rhs_like.dtype)
 
 
 _product.defvjp(_forward, _backward)

@@ -27,9 +27,9 @@ from jax_tilekern.ops.products.contraction import as_dot_general, contract
 from jax_tilekern.ops.products.fused_lowering import planners
 from jax_tilekern.ops.products.labelled_operands import common_type, swapped_precision
 from jax_tilekern.ops.products.overlapped_lowering import (
+    exchange_parts,
     exchanged_kernel,
-    parts_of,
-    result_of,
+    result_type,
 )
 from jax_tilekern.partitioning.call import register_exchange
 from jax_tilekern.partitioning.row_exchange import RowExchange
@@ -419,9 +419,9 @@ def _along_axis(
         # One all-gather serves all readers.
         return None
     size = exchange.axis.size
-    out = result_of(lhs, rhs, 1 / size if exchange.scatters else size, contraction, out_dtype)
+    out = result_type(lhs, rhs, 1 / size if exchange.scatters else size, contraction, out_dtype)
     if isinstance(
-        parts_of(lhs, rhs, out, exchange.axis, contraction, scatters=exchange.scatters), str
+        exchange_parts(lhs, rhs, out, exchange.axis, contraction, scatters=exchange.scatters), str
     ):
         return None
 

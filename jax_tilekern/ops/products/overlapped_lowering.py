@@ -36,12 +36,12 @@ class _Part:
     owner = None
 
 
-def _part_of(shape: Sequence[int], dtype: Any, parts: int) -> Operand:
+def _part(shape: Sequence[int], dtype: Any, parts: int) -> Operand:
     rows, *others = shape
     return Operand(_Part(), jax.core.ShapedArray((rows // parts, *others), dtype))
 
 
-def parts_of(
+def exchange_parts(
     x: Any, w: Any, out: Any, axis: MeshAxis, contraction: Contraction, *, scatters: bool
 ) -> int | str:
     """Return in how many parts a device's rows are sent, or why they are not overlapped."""
@@ -97,11 +97,11 @@ def _gathered_kernel(
     operands: Sequence[Operand], *, axis: MeshAxis, keeps: bool, **params: Any
 ) -> PlannedKernel | str:
     x, w = operands
-    out = result_of(x.aval, w.aval, axis.size, params["contraction"], params["out_dtype"])
-    parts = parts_of(x.aval, w.aval, out, axis, params["contraction"], scatters=False)
+    out = result_type(x.aval, w.aval, axis.size, params["contraction"], params["out_dtype"])
+    parts = exchange_parts(x.aval, w.aval, out, axis, params["contraction"], scatters=False)
     if isinstance(parts, str):
         return parts
-    part = _part_of(x.aval.shape, x.aval.dtype, parts)
+    part = _part(x.aval.shape, x.aval.dtype, parts)
     kernel = _product([part, w], **params)
     if isinstance(kernel, str):
         return kernel
@@ -123,15 +123,15 @@ def _scattered_kernel(
 ) -> PlannedKernel | str:
     x, w = operands
     params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
-    out = result_of(x.aval, w.aval, 1 / axis.size, contraction, out_dtype)
-    parts = parts_of(x.aval, w.aval, out, axis, contraction, scatters=True)
+    out = result_type(x.aval, w.aval, 1 / axis.size, contraction, out_dtype)
+    parts = exchange_parts(x.aval, w.aval, out, axis, contraction, scatters=True)
     if isinstance(parts, str):
         return parts
-    part = _part_of(x.aval.shape, x.aval.dtype, axis.size * parts)
+    part = _part(x.aval.shape, x.aval.dtype, axis.size * parts)
     term = _product([part, w], **params)
     if isinstance(term, str):
         return term
-    others = [_part_of(out.shape, out_dtype, parts) for _ in range(axis.size - 1)]
+    others = [_part(out.shape, out_dtype, parts) for _ in range(axis.size - 1)]
     accumulator = accumulator_dtype(x.aval.dtype, out_dtype)
     traced = trace_scalars(_sum, accumulator, out_dtype, [out_dtype] * len(others))
     total = fused_kernel(
@@ -168,7 +168,7 @@ def _sum(accumulator: Array, *terms: Array) -> Array:
     return functools.reduce(lambda total, x: total + x.astype(total.dtype), terms, accumulator)
 
 
-def result_of(
+def result_type(
     x: Any, w: Any, factor: float, contraction: Contraction, out_dtype: np.dtype[Any]
 ) -> Any:
     """Return the type of the result, which has ``factor`` times as many rows as ``x``."""

@@ -207,7 +207,7 @@ def scatter_add(
             what="indices",
             argument="a.shape[0]",
         )
-    # As by JAX, the result is converted to the table's type last.
+    # The result is converted to the table's type last, as JAX does.
     dtype, row = jnp.result_type(a, updates), a.shape[1:]
     shape = (*edges, *row)
     if updates.ndim > len(shape) or any(

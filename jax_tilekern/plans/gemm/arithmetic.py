@@ -1,4 +1,4 @@
-"""Which arithmetic a product is done in: types, and what ``precision`` promises about error.
+"""The arithmetic of a product: the types it computes in, and the error that ``precision`` allows.
 
 ``precision`` is JAX's: ``None``, a pair of ``jax.lax.Precision`` or a
 ``jax.lax.DotAlgorithmPreset``. A kernel takes a call only if its error is no larger than the
@@ -76,7 +76,7 @@ class ElementTypes:
     results: tuple[_Dtype, ...]
 
 
-# What each arithmetic is defined for; a family of kernels may take fewer.
+# The types that each arithmetic supports. A family of kernels may support fewer.
 TYPES: dict[str, ElementTypes] = {
     "bf16": ElementTypes((BF16,), (BF16, F32)),
     "f16": ElementTypes((F16,), (F16, F32)),

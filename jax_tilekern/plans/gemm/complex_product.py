@@ -167,7 +167,7 @@ def complex_product(
         oriented = geometry(c) if found.has_innermost_parts else ""
         in_place = isinstance(oriented, Oriented)
         if not isinstance(oriented, Oriented):
-            # What is in the way is transposed, and XLA fuses that with the copies.
+            # XLA fuses the transposes that the order of labels requires with the copies.
             oriented = geometry(c.mergeable())
         assert isinstance(oriented, Oriented)
         assert isinstance(oriented.geometry, MatmulGeometry)

@@ -67,7 +67,7 @@ class _ReductionClass(NamedTuple):
     name: str
     # Size of the partial result of a tile's row.
     partial_bytes: int
-    # As the kernel of a row's logarithm of the sum of exponentials takes them (docs/tuning-log.md).
+    # Instructions for each element. Those of logsumexp are fitted (docs/tuning-log.md).
     instructions: int
 
 

@@ -122,7 +122,7 @@ def _plan_symmetric(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     ours, xla = choose(product_workload(whole), wholes, gpu).predicted_us
     if ours is None or xla is None:
         return plan_matmul(whole, gpu)
-    # What the policy knows of a product's kernels holds for half of it.
+    # The ratio of the predicted to the estimated time of the whole product holds for half of it.
     half = least / wholes[0].cycles * ours
     if half > xla:
         return plan_matmul(whole, gpu)
@@ -201,7 +201,7 @@ def _cycles_of_xla(product: Product, gpu: Gpu) -> float:
     ours, xla = choose(product_workload(plain), found, gpu).predicted_us
     if ours is None or xla is None:
         return math.inf
-    # What the policy knows of a product holds for a pair: kernels are compared by their estimates.
+    # Kernels of pairs are compared by their estimates, so XLA's time is in the cycles of these.
     # The pass reads two arrays and writes one.
     combining = copy_cycles(3 * _result_bytes(product) // 2, gpu)
     return 2 * found[0].cycles * xla / ours + combining

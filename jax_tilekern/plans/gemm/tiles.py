@@ -1,4 +1,4 @@
-"""What kernels of several architectures share: the order of tiles, and TMA's view of a product.
+"""The order of tiles, and TMA's view of a product, for kernels of several architectures.
 
 A tile of an operand in shared memory has rows of 128 bytes, along ``k`` or along M or N.
 """

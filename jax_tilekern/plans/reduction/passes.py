@@ -29,7 +29,7 @@ class ReductionCandidate(CostedCandidate):
 
     @property
     def key(self) -> str:
-        """What loads are along."""
+        """Whether loads are along rows or columns."""
         return f"reduction of {'columns' if self.passes[0].columns else 'rows'}"
 
     def plan(self, gpu: Gpu) -> LaunchPlan:

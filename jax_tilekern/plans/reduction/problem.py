@@ -1,4 +1,4 @@
-"""What ``reduction/reduction.cuh`` computes in a launch: sums, and products with a vector."""
+"""The problem of a launch of ``reduction/reduction.cuh``: sums, or products with a vector."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Reduction:
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
+        """The kernel to compile."""
         config = cxx_config(
             "ReductionConfig",
             vector_bytes=self.vector * self.dtype.itemsize,

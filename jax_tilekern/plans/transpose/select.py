@@ -70,7 +70,7 @@ class TransposeCandidate(Candidate):
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
+        """The kernel to compile."""
         aligned = str(self.permutation.row_bytes % VECTOR_BYTES == 0).lower()
         name = f"tilekern::transpose_tiles<{self.permutation.itemsize}, {aligned}>"
         return Kernel("transpose/transpose.cuh", name)
@@ -83,8 +83,8 @@ class TransposeCandidate(Candidate):
         source, result = permutation.source_strides, permutation.result_strides
         unused = _MAX_OUTER_DIMS - len(outer)
         tile_rows, tile_columns = self.tile
-        # Unaligned rows are as far beyond a multiple of 16 bytes as in the source. Aligned ones
-        # have 16 bytes of padding after those of a vector.
+        # Unaligned rows have the source's remainder by 16 bytes. Aligned rows have 16 bytes of
+        # padding after the bytes of a vector.
         pitch = tile_columns * itemsize + VECTOR_BYTES + source[row] % VECTOR_BYTES
         loaded_rows = tile_rows + _SECTOR_BYTES // itemsize - 1
         shape = Scalars.pack(

@@ -41,7 +41,7 @@ class PackPass:
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
+        """The kernel to compile."""
         config = cxx_config("PackConfig", item_bytes=self.itemsize, k_major=self.operand.k_major)
         return Kernel("gemm/passes/pack_operand.cuh", f"tilekern::pack_operand<{config}>")
 
@@ -78,7 +78,7 @@ class PackPass:
     @property
     def _tiles(self) -> tuple[int, int]:
         """Tiles of a matrix along M or N and along ``k``, unless it is k-major."""
-        # As in TilePacker: reads of 16 bytes (8 of 1-byte elements) fill 64 in a row.
+        # TilePacker reads 16 bytes (8 of 1-byte elements) at a time, 64 bytes in a row.
         tile_mn, tile_vectors = 256 // self.itemsize, 8 if self.itemsize == 1 else 16
         return -(-self.operand.mn // tile_mn), -(-self._vectors // tile_vectors)
 

@@ -11,7 +11,7 @@ from jax_tilekern.plans.gemm.epilogue import RowReductionText
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.strided_rows import StridedRows
 
-# As in the kernel.
+# The constants of the kernel.
 _ROWS_PER_BLOCK = 32
 _THREADS = 256
 
@@ -39,7 +39,7 @@ class RowTilesPass:
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
+        """The kernel to compile."""
         types = f"{self.reduction.cxx_class}, {CXX_TYPES[self.reduction.dtype]}"
         return Kernel("gemm/passes/reduce_row_tiles.cuh", f"tilekern::reduce_row_tiles<{types}>")
 

@@ -44,7 +44,7 @@ class SumPass:
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
+        """The kernel to compile."""
         types = ", ".join(CXX_TYPES[dtype] for dtype in (self.sum_dtype, self.out_dtype))
         config = cxx_config("SumConfig", vector=self._vector)
         plain = Kernel("gemm/passes/reduce_splits.cuh", f"tilekern::sum_splits<{types}, {config}>")

@@ -54,7 +54,7 @@ class SplitPass:
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
+        """The kernel to compile."""
         config = cxx_config(
             "SplitConfig",
             k_major=self.operand.k_major,
@@ -105,7 +105,7 @@ class SplitPass:
     def _threads(self) -> int:
         if self.operand.k_major:
             return 256
-        # As many as a short row of k has work for.
+        # The fewest threads that cover a short row of k.
         wanted = self._row_lanes * self.k_padded // 4
         return next((threads for threads in (128, 256) if threads >= wanted), 512)
 

@@ -197,7 +197,7 @@ class MatmulInstance:
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
+        """The kernel to compile."""
         name = f"{self.family}_matmul"
         return Kernel(f"gemm/sm80/{name}.cuh", f"tilekern::{name}<{self.template_arguments}>")
 

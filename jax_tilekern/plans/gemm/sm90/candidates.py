@@ -133,7 +133,7 @@ class WgmmaCandidate(TiledWgmmaCandidate):
             product.out_buffer,
             [workspaces[id(p)] for p in rows],
         )
-        further, strides = variant.parameters(product, instance)
+        before, after = variant.parameters(product, instance)
         dynamic = [CLEAR_CLAIMED] if instance.dynamic else []
         kernels = dict.fromkeys([kernel, *dynamic, *(p.kernel for p in passes)])
         compiled = compile_kernels(*kernels, arch=gpu.arch)
@@ -155,7 +155,7 @@ class WgmmaCandidate(TiledWgmmaCandidate):
                 compiled, self.tile, instance, view, self.splits, gpu,
                 kernel=kernel,
                 work_tiles=self.splits * variant.work_tiles(self.tile, view),
-                more=((*further, *([claimed] if instance.dynamic else [])), (*strides, *more)),
+                more=((*before, *([claimed] if instance.dynamic else [])), (*after, *more)),
                 stores=product.epilogue is None or product.epilogue.stores,
             )
         )  # fmt: skip

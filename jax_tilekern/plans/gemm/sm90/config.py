@@ -180,7 +180,7 @@ class WgmmaInstance:
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
+        """The kernel to compile."""
         names = [f.name for f in dataclasses.fields(self)]
         choices = {name: getattr(self, name) for name in names if name not in _NOT_IN_CONFIG}
         arguments = [*self.types, cxx_config("WgmmaConfig", **choices)]

@@ -71,8 +71,8 @@ _CYCLES_OF_A_ROW, _CYCLES_OF_A_SKIPPED_CTA = 0.18, 4
 # without it, where those of 64x128 took 0.94 to 1.11 times theirs.
 _NARROW_TILE = 1.18
 
-# What a tile takes besides its MMAs and stores, and what splitting takes of an operand that is not
-# k-major, whose rows are read twice (59 products of eight samples).
+# Cycles of a tile besides its MMAs and stores, and the factor of the time of a split whose operand
+# is not k-major, because its rows are read twice (59 products of eight samples).
 _CYCLES_OF_A_TILE, _ACROSS_K = 2500, 1.5
 # CTAs with many tiles of a long k drift apart, until L2 serves no operand to two of them. Such a
 # product is the sum of products of at most so much k, if an SM has so many tiles.
@@ -112,12 +112,12 @@ class EmulatedCandidate(TiledWgmmaCandidate):
             return
         size = padded(math.ceil(geometry.k / count))
         for first in range(0, geometry.k, size):
-            part = dataclasses.replace(
+            sliced = dataclasses.replace(
                 product,
                 geometry=dataclasses.replace(geometry, k=min(size, geometry.k - first)),
                 epilogue=_added(product) if first > 0 else None,
             )
-            yield _Slice(dataclasses.replace(self, product=part), product, first)
+            yield _Slice(dataclasses.replace(self, product=sliced), product, first)
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile all kernels."""
@@ -125,7 +125,7 @@ class EmulatedCandidate(TiledWgmmaCandidate):
         lhs, rhs = _splits(product, gpu)
         plain = None if self.plain is None else _Guarded(self.plain)
         slices = list(self._slices(gpu))
-        kernels = [lhs.kernel, rhs.kernel, *(part.kernel for part in slices)]
+        kernels = [lhs.kernel, rhs.kernel, *(each.kernel for each in slices)]
         if plain is not None:
             kernels += DECIDE_KERNEL, plain.kernel
         compiled = compile_kernels(*dict.fromkeys(kernels), arch=gpu.arch)
@@ -135,7 +135,7 @@ class EmulatedCandidate(TiledWgmmaCandidate):
         launches = [
             lhs.launch(compiled, Buffer(0), lhs_parts, lhs_facts),
             rhs.launch(compiled, Buffer(1), rhs_parts, rhs_facts),
-            *(part.launch(compiled, lhs, rhs, gpu) for part in slices),
+            *(each.launch(compiled, lhs, rhs, gpu) for each in slices),
         ]
         workspaces = [lhs.parts_bytes, rhs.parts_bytes, lhs.facts_bytes, rhs.facts_bytes]
         reason = f"{self.tile}, three MMAs of hi and lo float16 parts"
@@ -162,16 +162,16 @@ class EmulatedCandidate(TiledWgmmaCandidate):
 
 @dataclass(frozen=True)
 class _Slice:
-    """A part of ``k``, whose product is added to those of the parts before it.
+    """A slice of ``k``, whose product is added to those of the slices before it.
 
     Attributes
     ----------
     candidate
-        The kernel, for the product of this part.
+        The kernel, for the product of this slice.
     whole
         The product of all of ``k``.
     first_k
-        Where the part begins.
+        Where the slice begins.
     """
 
     candidate: EmulatedCandidate
@@ -185,7 +185,7 @@ class _Slice:
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
+        """The kernel to compile."""
         return self._fused[0]
 
     def launch(self, compiled: Compiled, lhs: SplitPass, rhs: SplitPass, gpu: Gpu) -> Launch:

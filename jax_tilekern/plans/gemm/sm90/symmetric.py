@@ -1,6 +1,6 @@
 """Products whose result is symmetric: ``wgmma_symmetric_matmul``.
 
-Only tiles with an element on or below the diagonal are computed. What is below it is stored twice,
+Only tiles with an element on or below the diagonal are computed. Elements below it are stored twice,
 the second time transposed.
 """
 

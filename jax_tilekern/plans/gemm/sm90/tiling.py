@@ -46,13 +46,13 @@ _NEITHER_K_MAJOR = 1.03
 _LHS_IN_REGISTERS_WIDE, _LHS_IN_REGISTERS_NARROW = 1.1, 1.3
 # A k-tile whose accumulators are promoted outside the tensor cores.
 _PROMOTED = 1.2
-# The same with scales, by row blocks of a consumer: between two of them the other consumer has the
-# tensor cores. Columns with scales take twice the multiplications.
+# A k-tile with scales, by the number of row blocks of a consumer. Between two row blocks the other
+# consumer uses the tensor cores. Scales of columns double the multiplications.
 _SCALED = {1: 1.65, 2: 1.4}
 _SCALED_COLUMNS = 1.3
 # Columns from which a tile is wide.
 _WIDE = 128
-# What TMA's write of a byte to shared memory takes, where an MMA's read of a byte takes 1.
+# The time in which TMA writes a byte to shared memory, in units of an MMA's read of a byte.
 _TMA_WRITE = 0.75
 # A k-tile of a single consumer, which has nothing to hide its waits behind.
 _ONE_CONSUMER = 1.02

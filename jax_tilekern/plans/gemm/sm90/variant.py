@@ -1,4 +1,4 @@
-"""What sets a kernel of ``gemm/sm90`` apart from a plain one: a row of the table of kernels."""
+"""A row of the table of kernels of ``gemm/sm90``: the differences from the plain kernel."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class Variant:
     work_tiles
         ``work_tiles(tile, view)`` counts tiles of the output.
     parameters
-        ``parameters(product, instance)`` returns those that a plain kernel does not have.
+        ``parameters(product, instance)`` returns those before and after the shape that a plain
+        kernel does not have.
     """
 
     name: str

@@ -156,7 +156,7 @@ class SmallInstance:
 
     @property
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
+        """The kernel to compile."""
         types = ", ".join(CXX_TYPES[dtype] for dtype in self.product.dtypes)
         tile = self.tile
         choices = (

@@ -24,7 +24,7 @@ _LOAD, _PREPARATION, _MULTIPLICATION, _STORE, _COPY = 0.2, 0.55, 0.13, 2.1, 7.9
 _LOAD_LATENCY, _COPY_LATENCY, _REDUCTION_LATENCY, _CHUNK_LATENCY = 1.9, 103.0, 93.0, 106.0
 # These times overlap little: they are added up in the norm of this power.
 _OVERLAP = 1.05
-# What an SM holds.
+# The largest numbers of threads and of CTAs of an SM.
 _THREADS, _CTAS = 2048, 32
 # Registers of a thread beside accumulators and operands.
 _OTHER_REGISTERS = 28

@@ -50,8 +50,8 @@ from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKe
 
 # A tile with more of the weights and fewer rows, against the other way round.
 _MORE_WEIGHTS = 1.03
-# What a cluster takes of the time of as many CTAs: with promoted accumulators and k-major weights,
-# with operands of 4 bytes, and otherwise.
+# The time of a cluster relative to that of as many CTAs: with promoted accumulators and k-major
+# weights, with operands of 4 bytes, and otherwise.
 _CLUSTER_PROMOTED, _CLUSTER_4_BYTES, _CLUSTER = 0.8976, 1.02, 0.9894
 # A cluster's first work tile comes later than a CTA's.
 _CLUSTER_START = 3000
