@@ -1,7 +1,7 @@
 """Products whose result is symmetric: ``wgmma_symmetric_matmul``.
 
-Only tiles with an element on or below the diagonal are computed. Elements below it are stored twice,
-the second time transposed.
+Only tiles with an element on or below the diagonal are computed. Elements below the diagonal are
+stored twice, the second time transposed.
 """
 
 from __future__ import annotations
