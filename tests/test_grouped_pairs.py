@@ -15,7 +15,7 @@ from products import BF16, F16, F32, H100, ragged_product_of
 import jax_tilekern as jtk
 from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
-from jax_tilekern.ops.products.fused_contraction import contract_pair, labelled_operands
+from jax_tilekern.ops.products.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.products.ragged_dot import rows_by_matrices
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.problem import Product
@@ -153,12 +153,10 @@ def dense(lhs, rhs):
 
 
 def combined(lhs, first, second, weight, bias):
-    read = labelled_operands(
-        (weight,), (bias,), SIZES, contraction=CALL["contraction"], shape=(10, 6)
-    )
-    return contract_pair(
-        lhs, first, second, SIZES, **CALL, product=lhs.dtype, function=value, operands=read
-    )
+    return contract_with_epilogue(
+        lhs, first, SIZES, second=second, **CALL, product=lhs.dtype, shape=(10, 6),
+        epilogue=value, operands=(weight,), group_operands=(bias,),
+    )  # fmt: skip
 
 
 def combined_by_parts(lhs, first, second, weight, bias):

@@ -26,11 +26,8 @@ from jax_tilekern.ops.mixture.activation import closed_over
 from jax_tilekern.ops.mixture.rows import combine_rows, spread_rows
 from jax_tilekern.ops.products.contraction import contract
 from jax_tilekern.ops.products.fused_contraction import (
-    contract_pair,
     contract_with_epilogue,
-    labelled_operands,
 )
-from jax_tilekern.ops.products.labelled_operands import common_type
 from jax_tilekern.ops.products.ragged_dot import rows_by_matrices
 from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.order import order_and_places
@@ -149,49 +146,20 @@ class _Products(NamedTuple):
         epilogue: Callable[..., Any],
         operands: Sequence[Array],
         expert_operands: Sequence[Array],
+        second: Array | None = None,
     ) -> Array:
-        """Multiply the rows, and apply a function to each element."""
+        """Multiply the rows, by two arrays if there is a second; apply a function to elements."""
         result: Array = contract_with_epilogue(
             rows,
             w,
             self.bounds,
+            second=second,
             **self._call(),
             product=dtype,
             shape=(rows.shape[0], w.shape[2]),
             epilogue=epilogue,
             operands=operands,
             group_operands=expert_operands,
-        )
-        return result
-
-    def pair_with_epilogue(
-        self,
-        rows: Array,
-        first: Array,
-        second: Array,
-        dtype: Any,
-        function: Callable[..., Any],
-        operands: Sequence[Array],
-        expert_operands: Sequence[Array],
-    ) -> Array:
-        """Multiply the rows by two matrices; apply a function to each pair of elements."""
-        rows, first = common_type(rows, first, dtype, self.precision)
-        read = labelled_operands(
-            operands,
-            expert_operands,
-            self.bounds,
-            contraction=rows_by_matrices(),
-            shape=(rows.shape[0], first.shape[2]),
-        )
-        result: Array = contract_pair(
-            rows,
-            first,
-            compat.as_type(second, first.dtype),
-            self.bounds,
-            **self._call(),
-            product=dtype,
-            function=function,
-            operands=read,
         )
         return result
 
@@ -251,12 +219,8 @@ def _hidden(
             return value(read, weight, *sums)
 
         products = _Products(bounds, precision)
-        if len(matrices) == 1:
-            return products.with_epilogue(
-                rows[0], matrices[0], dtype, hidden_value, (weights,), biases
-            )
-        return products.pair_with_epilogue(
-            rows[0], matrices[0], matrices[1], dtype, hidden_value, (weights,), biases
+        return products.with_epilogue(
+            rows[0], matrices[0], dtype, hidden_value, (weights,), biases, *matrices[1:]
         )
 
     def unfused(

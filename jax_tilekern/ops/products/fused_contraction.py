@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from jax_tilekern.epilogue.scalar_function import OWN, Role, trace_scalars
+from jax_tilekern.interop import compat
 from jax_tilekern.ops.products.contraction import contract, contract_with_scalar_function
 from jax_tilekern.ops.products.epilogues import with_blocks_last
 from jax_tilekern.ops.products.fused_lowering import InPlace
@@ -31,6 +32,7 @@ def contract_with_epilogue(
     lhs: Array,
     rhs: Array,
     *bounds: Array,
+    second: Array | None = None,
     contraction: Contraction,
     precision: Any,
     product: np.dtype[Any],
@@ -49,12 +51,16 @@ def contract_with_epilogue(
     ----------
     lhs, rhs, bounds, contraction, precision
         As for ``contract``. The result has the ragged label.
+    second
+        What takes the place of ``rhs`` in a second product, of its shape. The epilogue then has
+        two accumulators.
     product
-        Type of the product without an epilogue.
+        Type of each product without an epilogue.
     shape
         Shape of the result; ``contraction.out`` has its labels.
     epilogue
-        ``epilogue(accumulator, *operands, *group_operands)`` on scalars.
+        ``epilogue(accumulator, *operands, *group_operands)`` on scalars. The accumulator of a
+        second product follows the first one.
     operands
         Arrays that broadcast to ``shape``.
     group_operands
@@ -80,10 +86,10 @@ def contract_with_epilogue(
     """
     lhs, rhs = common_type(lhs, rhs, product, precision)
     accumulator = accumulator_dtype(lhs.dtype, product)
-    arrays = [jnp.asarray(x) for x in (*operands, *group_operands)]
-    function, closed_over, nested = trace_scalars(
-        epilogue, accumulator, product, [x.dtype for x in arrays], role
-    )
+    dtypes = [jnp.asarray(x).dtype for x in (*operands, *group_operands)]
+    if second is not None:
+        second, dtypes = compat.as_type(second, rhs.dtype), [accumulator, *dtypes]
+    function, closed_over, nested = trace_scalars(epilogue, accumulator, product, dtypes, role)
     if function.is_identity and not symmetric:
         plain = contract(
             lhs,
@@ -112,6 +118,7 @@ def contract_with_epilogue(
         lhs,
         rhs,
         *bounds,
+        second=second,
         contraction=contraction,
         precision=precision,
         product=product,
@@ -122,61 +129,6 @@ def contract_with_epilogue(
         out_sharding=out_sharding,
     )
     return nested(with_blocks_last(results, function))
-
-
-def contract_pair(
-    lhs: Array,
-    first: Array,
-    second: Array,
-    *bounds: Array,
-    contraction: Contraction,
-    precision: Any,
-    product: np.dtype[Any],
-    function: Callable[..., Any],
-    operands: Sequence[tuple[Array, Labels]] = (),
-    role: Role = OWN,
-) -> Any:
-    """Contract an array with each of two, and apply a function to each pair of elements.
-
-    Parameters
-    ----------
-    lhs, first, second
-        Arrays of one type; the shapes of ``first`` and ``second`` are equal.
-    bounds
-        Those of the groups, if there are any; both products have the same.
-    contraction
-        Labels of ``lhs``, of both other arrays, and of the result.
-    precision, product
-        Of each contraction, as in
-        :func:`~jax_tilekern.ops.products.fused_contraction.contract_with_epilogue`.
-    function
-        ``function(accumulator, second_accumulator, *operands)`` on scalars.
-    operands
-        Its operands, and the result's dimension that each of their dimensions is.
-    role
-        What errors call it.
-
-    Raises
-    ------
-    TypeError
-        If it is not a function of scalars.
-    """
-    accumulator = accumulator_dtype(lhs.dtype, product)
-    dtypes = [accumulator, *(x.dtype for x, _ in operands)]
-    traced = trace_scalars(function, accumulator, product, dtypes, role)
-    read = [*operands, *((jnp.asarray(x), ()) for x in traced.closed_over)]
-    results = contract_with_scalar_function(
-        lhs,
-        first,
-        *bounds,
-        second=second,
-        contraction=contraction,
-        precision=precision,
-        product=product,
-        function=traced.function,
-        operands=read,
-    )
-    return traced.nested(with_blocks_last(results, traced.function))
 
 
 def labelled_operands(

@@ -15,8 +15,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.products.fused_contraction import contract_pair, contract_with_epilogue
-from jax_tilekern.ops.products.labelled_operands import common_type
+from jax_tilekern.ops.products.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.products.matmul import labelled_matrices, matmul, matrix_product
 
 Activation = Callable[[Any], Any]
@@ -142,30 +141,19 @@ def gated_linear(
     result = product_type(jnp.matmul, x, w_gate, **options)
     lhs, gate, contraction = labelled_matrices(x, w_gate)
     role = _role("gated_linear", activation, epilogue)
-    function = _times(activation, epilogue)
     call: dict[str, Any] = {
         "contraction": contraction,
         "precision": compat.canonicalize_precision(precision),
         "product": result.dtype,
+        "shape": result.shape,
+        "epilogue": _times(activation, epilogue),
         "role": role,
     }
     if not alike:
-        gated = contract_with_epilogue(
-            lhs,
-            gate,
-            **call,
-            shape=result.shape,
-            epilogue=function,
-            operands=(up,),
-            in_place=((0, 0),),
-        )
-        return gated
+        return contract_with_epilogue(lhs, gate, **call, operands=(up,), in_place=((0, 0),))
     _, up, _ = labelled_matrices(x, up)
     lhs, gate, up = compat.unify_varying(lhs, gate, up)
-    lhs, gate = common_type(lhs, gate, result.dtype, call["precision"])
-    up = compat.as_type(up, gate.dtype)
-    gated = contract_pair(lhs, gate, up, **call, function=function)
-    return gated
+    return contract_with_epilogue(lhs, gate, second=up, **call, operands=())
 
 
 # The accumulators and the operands of an epilogue may have different types.
