@@ -50,14 +50,14 @@ def qr(a: Array, *, vectors: bool, full: bool) -> tuple[Array, ...]:
     return tuple(_qr(*split_alike(a), vectors=vectors, full=full))
 
 
-def of_finite_matrices(function: Function) -> Function:
+def on_finite_matrices(function: Function) -> Function:
     """Make one of JAX's functions compute NaN for a matrix that is not finite.
 
     LAPACK's iteration for singular values does not end for some matrices with infinities.
     """
 
     @functools.wraps(function)
-    def of_finite(a: Array, *args: Any, **params: Any) -> Any:
+    def guarded(a: Array, *args: Any, **params: Any) -> Any:
         finite = jnp.isfinite(a).all((-2, -1))
 
         def masked(x: Array) -> Array:
@@ -67,7 +67,7 @@ def of_finite_matrices(function: Function) -> Function:
         results = function(jnp.where(finite[..., None, None], a, 0), *args, **params)
         return jax.tree.map(masked, results)
 
-    return of_finite  # type: ignore[return-value]
+    return guarded  # type: ignore[return-value]
 
 
 # Derivatives.
@@ -187,7 +187,7 @@ def _like_svd(a: Array, *, vectors: bool, full: bool) -> tuple[Array, ...]:
 def _svd_reference(a: Array, *, vectors: bool, full: bool) -> tuple[Array, ...]:
     computed: Callable[..., Any] = lax.linalg.svd
     if lowering_platform.value == "cpu":
-        computed = of_finite_matrices(computed)
+        computed = on_finite_matrices(computed)
     if not vectors:
         return (computed(a, compute_uv=False),)
     u, s, vt = computed(a, full_matrices=full)

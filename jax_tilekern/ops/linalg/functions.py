@@ -804,7 +804,7 @@ def _computed(
     types, structure = jax.tree.flatten(compat.type_of_whole(theirs, *operands))
     arrays = [_as_type(x, types[0].dtype) for x in operands]
     if is_left_to_jax(call, arrays[0], refusal(arrays[0])):
-        by_jax = decompositions.of_finite_matrices(theirs) if if_finite else theirs
+        by_jax = decompositions.on_finite_matrices(theirs) if if_finite else theirs
         result: Result = by_jax(*arrays)
     else:
         result = jax.tree.unflatten(structure, jax.tree.leaves(ours(*arrays)))

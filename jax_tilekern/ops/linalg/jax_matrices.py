@@ -98,7 +98,7 @@ def _replacement(name: str, primitive: Any) -> Callable[..., Any]:
     function, keywords, refusal_of = _PARTS[name]
     theirs = primitive.bind
     if name == "svd":
-        theirs = decompositions.of_finite_matrices(theirs)
+        theirs = decompositions.on_finite_matrices(theirs)
 
     def replaced(a: Array, *operands: Array, **params: Any) -> Any:
         unusual = next((each for each in _UNUSUAL if params.get(each)), None)

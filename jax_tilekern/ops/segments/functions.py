@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax import Array, lax
+from jax import Array, dtypes, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
@@ -438,6 +438,9 @@ def _reduced(
 ) -> Array:
     """Reduce rows by a plan or by ids of any shape, to which JAX broadcasts the rows."""
     name, data = f"segment_{kind}", jnp.asarray(data)
+    if isinstance(data.dtype, np.dtype):
+        # Where 64-bit types are off, an array of them has a result of 32 bits, as by jax.ops.
+        data = data.astype(dtypes.canonicalize_dtype(data.dtype))
     if isinstance(ids, SegmentPlan):
         edges: tuple[int, ...] = (ids.size,)
     else:

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
+from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.jitted import jitted
@@ -218,6 +219,7 @@ def scatter_add(
             "for each index"
         )
 
+    @mode_independent
     def added(operands: tuple[Array, Any, SegmentPlan]) -> Array:
         a, updates, plan = operands
         rows = jnp.broadcast_to(updates, shape).astype(dtype).reshape(plan.size, *row)
