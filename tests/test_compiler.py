@@ -276,6 +276,30 @@ def test_not_found_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     nvrtc._load.cache_clear()
 
 
+def test_nvrtc_of_a_conda_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after a wheel's and before the system's, with the headers beside it."""
+    wheels, conda = tmp_path / "nvidia", tmp_path / "conda"
+    in_wheel = wheels / "cu13" / "lib" / "libnvrtc.so.13"
+    in_conda = conda / "lib" / "libnvrtc.so.13"
+    headers = conda / "targets" / "x86_64-linux" / "include"
+    for file in (in_wheel, in_conda, headers / "cuda_fp16.h"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    monkeypatch.setattr(nvrtc, "cuda_majors", lambda: [13])
+    monkeypatch.setattr(nvrtc, "_wheel_folders", lambda: [str(wheels)])
+    monkeypatch.setenv("CONDA_PREFIX", str(conda))
+
+    def found() -> list[str]:
+        return [path for _, path in nvrtc._candidates()]
+
+    assert found() == [str(in_wheel), str(in_conda), "libnvrtc.so.13"]
+    in_wheel.unlink()
+    assert found() == [str(in_conda), "libnvrtc.so.13"]
+    assert nvrtc.toolkit_folders.__wrapped__() == [str(headers)]
+    monkeypatch.delenv("CONDA_PREFIX")
+    assert found() == ["libnvrtc.so.13"]
+
+
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Stand in for the wheel's library; return its file, which is none that loads."""

@@ -128,11 +128,15 @@ def _is_installed(package: str) -> bool:
 
 @functools.cache
 def toolkit_folders() -> list[str]:
-    """Return the folders with headers of the CUDA toolkit: a wheel's, as the NVRTC in use is."""
+    """Return the folders with headers of the CUDA toolkit that the NVRTC in use is of."""
     _, first = next(_candidates())
     if os.path.isabs(first):
         majors, roots = cuda_majors(), _wheel_folders()
         found = [f"{root}/{x}" for m in majors for x in _INCLUDES[m] for root in roots]
+        for prefix in _conda_prefix():
+            # The folder is named for the platform, such as x86_64-linux.
+            targets = sorted(str(target) for target in Path(prefix).glob("targets/*/include"))
+            found += [f"{target}{x}" for target in targets for x in ("", "/cccl")]
     else:
         found = ["/usr/local/cuda/include", "/usr/local/cuda/include/cccl"]
     return [folder for folder in found if os.path.isdir(folder)]
@@ -150,15 +154,23 @@ def _wheel_folders() -> Sequence[str]:
     return (wheels and wheels.submodule_search_locations) or ()
 
 
-def library_paths(name: str, folders: Mapping[int, str]) -> Iterator[tuple[int, str]]:
-    """Yield CUDA versions, and where a library may be: the wheel's file, then the loader's.
+def _conda_prefix() -> Sequence[str]:
+    """Return the folder of the active conda environment, if there is one."""
+    prefix = os.environ.get("CONDA_PREFIX")
+    return (prefix,) if prefix else ()
 
+
+def library_paths(name: str, folders: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """Yield CUDA versions, and where a library may be.
+
+    That is the wheel's file, then that of the active conda environment, then the loader's.
     ``folders`` are those of the wheels in ``nvidia``, by CUDA version.
     """
     for major in cuda_majors():
         library = f"{name}.so.{major}"
-        for root in _wheel_folders():
-            path = os.path.join(root, folders[major], library)
+        in_environments = [os.path.join(root, folders[major], library) for root in _wheel_folders()]
+        in_environments += [os.path.join(prefix, "lib", library) for prefix in _conda_prefix()]
+        for path in in_environments:
             if os.path.isfile(path):
                 yield major, path
         yield major, library
