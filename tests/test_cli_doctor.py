@@ -175,6 +175,27 @@ def test_a_failing_probe_is_reported_and_the_rest_still_told(capsys, monkeypatch
     assert "\x1b" not in out
 
 
+def test_a_report_has_no_paths(capsys, monkeypatch):
+    def broken():
+        raise OSError("[Errno 13] Permission denied: '/home/me/.cache/jax_tilekern'")
+
+    monkeypatch.setitem(machine.PROBES, "registered_targets", broken)
+    monkeypatch.setitem(machine.PROBES, "installation", lambda: {"from": "file:///home/me/clone"})
+    nvrtc = {"path": "/home/me/env/lib/libnvrtc.so.13", "version": "13.0", "why_none": None}
+    monkeypatch.setitem(machine.PROBES, "nvrtc", lambda: nvrtc)
+    cache = {"location": "/home/me/c", "entries": 3, "bytes": 0, "writable": False}
+    monkeypatch.setitem(machine.PROBES, "cache", lambda: cache)
+    assert main(["doctor", "--report"]) == 0
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == ("```text", "```")
+    assert "FFI handlers: unknown: OSError: [Errno 13] Permission denied: '<path>'" in lines
+    assert "kernel cache: entries: 3" in lines
+    assert "NVRTC (compiler): version: 13.0" in lines
+    assert any(line.startswith("versions: jax: ") for line in lines)
+    assert any("compiled kernels cannot be cached in <path>" in line for line in lines)
+    assert not any("home" in line for line in lines)
+
+
 def test_without_nvml_there_are_no_facts_of_the_driver(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert machine.nvidia_smi() == []

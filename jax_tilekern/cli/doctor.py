@@ -7,6 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jax_tilekern.cli import machine
@@ -36,15 +37,26 @@ _WORDS = {
     "jax_tilekern": "jax_tilekern",
 }
 _HEADING_WIDTH = 18
+# What a bug report has no use for: where the package and its cache are.
+_NOT_REPORTED = {"installation": None, "cache": "location", "nvrtc": "path"}
+_PATH = re.compile(r"(?<![\w.~])(?:\w+://|~)?(?:/[^\s/'\":;,)]+)+/?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments: none."""
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="print a block of Markdown for a bug report, without paths and user names",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status: 1 if there is a problem."""
     facts, errors = machine.facts(*machine.PROBES)
+    if arguments.report:
+        print("\n".join(["```text", *_report(facts, errors), "```"]))
+        return 0
     text_width = shutil.get_terminal_size().columns - _HEADING_WIDTH
     for name in machine.PROBES:
         why = errors.get(name, "").removeprefix("NoBackend: ")
@@ -58,6 +70,27 @@ def run(arguments: argparse.Namespace) -> int:
     if not problems:
         print("\nNo problem found.")
     return 1 if problems else 0
+
+
+def _report(facts: dict[str, Any], errors: dict[str, str]) -> Iterator[str]:
+    """Yield the lines of a bug report, in which ``<path>`` stands for each path."""
+    for name in machine.PROBES:
+        omitted = _NOT_REPORTED.get(name, "")
+        if omitted is None:
+            continue
+        fact = facts.get(name)
+        if isinstance(fact, dict):
+            fact = {key: value for key, value in fact.items() if key != omitted}
+        lines = [f"unknown: {errors[name]}"] if name in errors else _lines(fact)
+        for line in lines:
+            yield f"{_word(name)}: {_without_paths(line)}"
+    for problem in find_problems(facts, errors):
+        yield f"problem: {_without_paths(problem.what)}"
+
+
+def _without_paths(text: str) -> str:
+    # A home folder's name may have spaces.
+    return _PATH.sub("<path>", text.replace(str(Path.home()), "~"))
 
 
 def _word(name: str) -> str:
