@@ -54,6 +54,20 @@ def test_a_wheel_names_the_manylinux_that_it_is_for():
     assert "is for linux_x86_64" in problem
 
 
-def test_the_module_has_the_version_of_the_distribution():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == jax_tilekern.__version__
+def test_every_copy_of_the_version_is_the_same():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version == jax_tilekern.__version__
+    copies = {
+        "CITATION.cff": f"version: {version}",
+        ".ci/conda/recipe.yaml": f'  version: "{version}"',
+        "docs/changelog.md": f"## {version}",
+    }
+    for name, line in copies.items():
+        assert line in (ROOT / name).read_text().splitlines(), name
+
+
+def test_the_recipe_of_conda_needs_what_the_wheel_needs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    recipe = (ROOT / ".ci" / "conda" / "recipe.yaml").read_text().replace(" ", "")
+    dependencies = project["project"]["dependencies"] + project["build-system"]["requires"]
+    assert [name for name in dependencies if f"-{name}\n" not in recipe] == []
