@@ -59,7 +59,7 @@ def test_explain_says_why():
             assert (choice.kernel is None) == (reason is not None)
             assert reason is None or choice.reason == reason
     (short,) = jtk.explain(jtk.add, x, x[:, :1], platform="cpu")
-    assert short.reason == "XLA adds rows of 6 elements that lie apart"
+    assert short.reason == "XLA adds rows of 6 elements"
     rows = jnp.ones((4, 600))
     (choice,) = jtk.explain(jtk.add, rows, rows[0], platform="cpu")
     assert choice.kernel == "cpu_add float32"

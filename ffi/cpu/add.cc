@@ -6,7 +6,6 @@
 //   rhs_strides  the right operand's
 // Innermost strides are 0 or 1. All three arrays have the same type; integers wrap.
 #include <algorithm>
-#include <cstring>
 
 #include "cpu/call.h"
 #include "cpu/dispatch.h"
@@ -18,25 +17,6 @@ namespace {
 
 // Rows are divided into runs of so many elements.
 constexpr int64_t kRun = 32 << 10;
-// Shorter rows are added together, about so many elements at once.
-constexpr int64_t kShort = 128, kShortRun = 1024;
-
-// Copies of one row, which an operand repeats.
-struct Repeated {
-  const char* row = nullptr;
-  int64_t bytes = 0;
-  alignas(64) char data[kShortRun * sizeof(double)];
-
-  const char* Fill(const char* from, int64_t row_bytes, int64_t all) {
-    if (row == from && bytes >= all) return data;
-    std::memcpy(data, from, row_bytes);
-    for (int64_t done = row_bytes; done < all; done *= 2) {
-      std::memcpy(data + done, data, std::min(done, all - done));
-    }
-    row = from, bytes = all;
-    return data;
-  }
-};
 
 void CheckOperand(const char* name, ffi::AnyBuffer operand, ffi::Span<const int64_t> sizes,
                   ffi::Span<const int64_t> strides) {
@@ -68,38 +48,24 @@ ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
     CheckOperand("rhs", rhs, sizes, rhs_strides);
     AdviseNewResult(*out);
 
-    // A run is elements of the last dimension, or short rows that each operand has next to each
-    // other or repeats.
-    size_t split = sizes.size() - 1;
-    int64_t row = 1;
-    const auto lie_together = [&](ffi::Span<const int64_t> strides) {
-      const int64_t step = strides[split - 1];
-      return strides[split] == 1 && (step == 0 || step == sizes[split]);
-    };
-    if (split > 0 && sizes[split] > 1 && sizes[split] < kShort && lie_together(lhs_strides) &&
-        lie_together(rhs_strides)) {
-      row = sizes[split--];
-    }
-    const int64_t bytes = Bytes(type), extent = sizes[split];
-    const int64_t most = row > 1 ? kShortRun / row : kRun, runs = CeilDiv(extent, most);
+    const size_t last_dim = sizes.size() - 1;
+    const int64_t bytes = Bytes(type), row = sizes[last_dim], runs = CeilDiv(row, kRun);
     const auto add_runs = [&](int64_t first, int64_t last) {
-      Repeated copies[2];
       for (int64_t i = first; i < last; ++i) {
-        const int64_t at = i % runs * most, length = std::min(extent - at, most) * row;
-        const auto operand = [&](ffi::AnyBuffer x, ffi::Span<const int64_t> strides, Repeated& to) {
-          int64_t place = at * strides[split], rest = i / runs;
-          for (size_t d = split; d-- > 0; rest /= sizes[d]) place += rest % sizes[d] * strides[d];
-          const char* from = static_cast<const char*>(x.untyped_data()) + place * bytes;
-          return row > 1 && strides[split] == 0 ? to.Fill(from, row * bytes, length * bytes) : from;
+        const int64_t at = i % runs * kRun, length = std::min(row - at, kRun);
+        const auto operand = [&](ffi::AnyBuffer x, ffi::Span<const int64_t> strides) {
+          int64_t place = at * strides[last_dim], rest = i / runs;
+          for (size_t d = last_dim; d-- > 0; rest /= sizes[d]) {
+            place += rest % sizes[d] * strides[d];
+          }
+          return static_cast<const char*>(x.untyped_data()) + place * bytes;
         };
-        kernel(operand(lhs, lhs_strides, copies[0]), lhs_strides.back(),
-               operand(rhs, rhs_strides, copies[1]), rhs_strides.back(),
-               static_cast<char*>(out->untyped_data()) + (i / runs * extent + at) * row * bytes,
-               length);
+        kernel(operand(lhs, lhs_strides), lhs_strides.back(), operand(rhs, rhs_strides),
+               rhs_strides.back(),
+               static_cast<char*>(out->untyped_data()) + (i / runs * row + at) * bytes, length);
       }
     };
-    WorkersOf(pool).RunRanges(count / (extent * row) * runs, std::min(extent, most) * row * bytes,
-                              add_runs);
+    WorkersOf(pool).RunRanges(count / row * runs, std::min(row, kRun) * bytes, add_runs);
   });
 }
 

@@ -1,5 +1,5 @@
 // Products that are too small to justify packing: each row of the left operand multiplies all of
-// the right one, which L2 holds.
+// the right one, which L2 holds. Operands and results have the type of the accumulators.
 #pragma once
 
 #include "cpu/kernel_table.h"
@@ -10,7 +10,7 @@ namespace tilekern::cpu {
 // Whether this path takes the product.
 bool IsDirectProduct(const GemmFamily& family, const Product& product);
 
-// `store` writes accumulators to the output's type. Needs out.col_stride == 1 or n == 1.
-void RunDirectProduct(const GemmFamily& family, StoreFn store, const Product& product);
+// Needs out.col_stride == 1 or n == 1.
+void RunDirectProduct(const GemmFamily& family, const Product& product);
 
 }  // namespace tilekern::cpu

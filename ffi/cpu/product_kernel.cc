@@ -80,7 +80,7 @@ double ProductKernel::Cost(const Product& p) const {
 
 void ProductKernel::Run(const Product& product) const {
   if (direct_) {
-    RunDirectProduct(*gemm_, store_, product);
+    RunDirectProduct(*gemm_, product);
   } else if (vector_ == nullptr) {
     RunGemm(*gemm_, store_, product);
   } else {

@@ -25,8 +25,6 @@ struct Dim {
 
 // Outputs that are accumulated at once, in L1.
 constexpr int64_t kMaxTotals = kL1Bytes / sizeof(Total);
-// Runs of up to so many elements are summed as columns, where there are several to a sum.
-constexpr int64_t kFolded = 512;
 // Contiguous rows of fewer columns are merged to rows of about so many.
 constexpr int64_t kMergedColumns = 128;
 // Where several tasks compute one output's sum: minimal elements and rows per task, and the maximal
@@ -66,7 +64,6 @@ class Sums {
         out_bytes_(Bytes(out_type)),
         from_(from),
         to_(to) {
-    FoldShortRuns(dims);
     along_ = dims.back().reduced;
     cols_ = dims.back().size;
     dims.pop_back();
@@ -81,7 +78,6 @@ class Sums {
     const int64_t kept = along_ ? rows_ : cols_, deep = along_ ? cols_ : rows_;
     const int64_t enough = along_ ? kChunk / (cols_ * reduced_.count) : kMaxTotals;
     group_ = std::min({std::max<int64_t>(enough, 1), kept, kMaxTotals});
-    group_ -= group_ % (fold_ * fold_step_);
     groups_ = CeilDiv(kept, group_);
     // The partition of a sum depends on the sizes alone.
     const int64_t depth = deep * reduced_.count, elements = group_ * depth;
@@ -123,20 +119,6 @@ class Sums {
   }
 
  private:
-  // Where a sum has several short runs, of single elements or of `fold_step_` neighbours, they are
-  // kept as columns while whole rows are added, and folded at last.
-  void FoldShortRuns(std::vector<Dim>& dims) {
-    const size_t kept = dims.back().reduced ? 0 : 1;
-    if (dims.size() < kept + 3) return;
-    const int64_t step = kept ? dims.back().size : 1;
-    const int64_t length = dims[dims.size() - 1 - kept].size;
-    if (step > kFolded / length) return;
-    fold_ = length;
-    fold_step_ = step;
-    dims.resize(dims.size() - 1 - kept);
-    dims.back().size *= length * step;
-  }
-
   int64_t GroupSize(int64_t group) const {
     return std::min(group_, (along_ ? rows_ : cols_) - group % groups_ * group_);
   }
@@ -178,13 +160,8 @@ class Sums {
 
   void StoreGroup(int64_t group, const Total* totals) const {
     const int64_t kept = along_ ? rows_ : cols_;
-    const int64_t at = (group / groups_ * kept + group % groups_ * group_) / fold_;
-    const int64_t count = GroupSize(group) / fold_;
-    char* to = to_ + at * out_bytes_;
-    if (fold_ == 1) return store_(totals, count, to);
-    Total sums[kMaxTotals / 2] = {};
-    family_.fold(totals, count, fold_, fold_step_, sums);
-    store_(sums, count, to);
+    const int64_t at = group / groups_ * kept + group % groups_ * group_;
+    store_(totals, GroupSize(group), to_ + at * out_bytes_);
   }
 
   const SumFamily& family_;
@@ -193,8 +170,7 @@ class Sums {
   const char* const from_;
   char* const to_;
 
-  int64_t fold_ = 1, fold_step_ = 1;  // totals that are added up at last, and their distance
-  bool along_;                        // sums run along rows, else down columns
+  bool along_;  // sums run along rows, else down columns
   int64_t rows_, cols_;
   Outer kept_, reduced_;
   // Outputs of a matrix that are accumulated at once, and the number of such groups.

@@ -30,7 +30,7 @@ from jax_tilekern.primitives.operation import (
     define,
 )
 
-# The CPU's handler adds shorter rows together, if operands have them adjacent or repeat one row.
+# The CPU's handler adds row by row.
 _SHORT = 128
 
 
@@ -123,9 +123,8 @@ def _cpu(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
     x, y = operands
     dims = AddedDims.of(x.aval.shape, y.aval.shape)
     *outer, columns = dims.sizes
-    apart = outer and any(s[-1] == 0 or s[-2] not in (0, columns) for s in dims[1:])
-    if apart and columns < _SHORT:
-        return Fallback(f"XLA adds rows of {columns} elements that lie apart")
+    if outer and columns < _SHORT:
+        return Fallback(f"XLA adds rows of {columns} elements")
     call = ffi.CpuCall(ffi.CPU_ADD, dims._asdict())
     kernel = PlannedKernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
     return chosen_cpu_kernel(add_workload(dims, x.aval.dtype), kernel)

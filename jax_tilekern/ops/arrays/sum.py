@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,10 @@ _CPU_DTYPES = tuple(
         np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8,
     )
 )  # fmt: skip
+
+
+# The CPU's handler adds up run by run.
+_SHORT = 128
 
 
 @jitted("axis", "dtype", "keepdims", "promote_integers")
@@ -189,6 +194,13 @@ def _cuda(
     return planned_kernel((x,), plan_sum, SummedDims.of(aval.shape, axes), aval.dtype, dtype)
 
 
+def _apart_run(dims: SummedDims, dtype: np.dtype[Any]) -> int | None:
+    """Return the length of the runs of a sum that has several of them, each of adjacent rows."""
+    innermost = len(dims.sizes) - (1 if dims.reduced[-1:] == (True,) else 2)
+    numbers = 2 if dtype.kind == "c" else 1
+    return numbers * math.prod(dims.sizes[innermost:]) if innermost >= 2 else None
+
+
 def _cpu(
     operands: Sequence[Operand], _: Any, *, axes: Axes, dtype: np.dtype[Any]
 ) -> PlannedKernel | Fallback:
@@ -199,6 +211,9 @@ def _cpu(
     if aval.dtype != dtype and not widened:
         return Fallback(f"XLA casts {aval.dtype} to {dtype} while it sums")
     dims = SummedDims.of(aval.shape, axes)
+    run = _apart_run(dims, aval.dtype)
+    if run is not None and run < _SHORT:
+        return Fallback(f"XLA adds up runs of {run} elements that lie apart")
     call = ffi.CpuCall(ffi.CPU_SUM, {"sizes": dims.sizes, "reduced": dims.reduced})
     kernel = PlannedKernel(f"cpu_sum {aval.dtype}", f"sizes {dims.sizes}", call, (x,))
     return chosen_cpu_kernel(sum_workload(dims, aval.dtype, dtype), kernel)
