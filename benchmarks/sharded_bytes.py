@@ -257,7 +257,8 @@ def compare(mesh: Mesh, program: Program) -> Compared:
         jax.device_put(x, NamedSharding(mesh, spec))
         for x, spec in zip(program.operands, program.specs, strict=True)
     ]
-    out = program.out and jax.tree.map(
+    # None, which leaves the choice to XLA, has no leaves.
+    out = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), program.out, is_leaf=lambda x: isinstance(x, P)
     )
     ours, theirs = (
