@@ -9,6 +9,7 @@ margin is chosen, and the error reported, on these predictions. The file has mod
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import jax
 import numpy as np
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.record import command_text, read, write
+from benchmarks.record import Record, command_text, read, write
 from benchmarks.rows import OURS, Row, jitted
+from benchmarks.sample import DrawnCall
 from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.ops import planned_kernel
@@ -64,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     times = read_times(arguments.records)
     if arguments.times is not None:
-        rows = [{"name": x.name, "microseconds": x.microseconds} for x in times]
+        rows = [_line(x) for x in times]
         write(arguments.times, {"rows": rows})
     device_of = next((x for x in KNOWN_GPUS if x.name == arguments.device), Cpu(""))
     found = (measured_call(call, device_of) for call in times)
@@ -107,21 +110,27 @@ class CallTimes(NamedTuple):
         That of the row, after the seed of its sample: ``sum 7/12: float32 ab->a a30 b40``. Products
         lack the operation.
     row
-        The call.
+        The call, of a suite's text or of a description.
     microseconds
         Of XLA and of candidates, by their keys.
     """
 
     name: str
-    row: Row
+    row: Row | DrawnCall
     microseconds: Mapping[str, float]
+
+
+def _line(call: CallTimes) -> Record:
+    draw = {} if isinstance(call.row, Row) else {"draw": dataclasses.astuple(call.row)}
+    return {"name": call.name, "microseconds": call.microseconds, **draw}
 
 
 def read_times(paths: Sequence[Path]) -> list[CallTimes]:
     """Return the calls of records, each once.
 
-    Records are those of ``benchmarks OPERATION --sample``, of ``benchmarks regret`` and of
-    ``--times``. A call that several of them have gets the sides of all.
+    Records are those of ``benchmarks OPERATION --sample``, of ``benchmarks sample``, of
+    ``benchmarks regret`` and of ``--times``. A call that several of them have gets the sides of
+    all.
     """
     found: dict[str, CallTimes] = {}
     for path in paths:
@@ -134,6 +143,9 @@ def read_times(paths: Sequence[Path]) -> list[CallTimes]:
 def _times_in(path: Path) -> Iterator[CallTimes]:
     record = read(path)
     for entry in record["rows"]:
+        if "draw" in entry:
+            yield from _drawn_times(entry)
+            continue
         prefix, _, text = entry["name"].partition(": ")
         if "sample" not in record:
             operation = prefix.rpartition(" ")[0] or "matmul"
@@ -155,6 +167,19 @@ def _times_in(path: Path) -> Iterator[CallTimes]:
             if not entry["kernel"].startswith("XLA"):
                 times[_FIRST] = round(ours, 3)
             yield CallTimes(name, row, times)
+
+
+def _drawn_times(entry: Record) -> Iterator[CallTimes]:
+    """Yield the call of a row of ``benchmarks sample``, if it has times."""
+    row, times = DrawnCall(*entry["draw"]), entry.get("microseconds")
+    if row.name != entry["name"]:
+        raise BenchmarkError(f"the catalog draws {row.name}, where the record has {entry['name']}")
+    if "seconds" in entry:
+        times = {XLA: round(1e6 * entry["seconds"]["XLA"], 3)}
+        if not any(kernel.startswith("-") for kernel in entry["kernels"]):
+            times[_FIRST] = round(1e6 * entry["seconds"]["ours"], 3)
+    if times:
+        yield CallTimes(row.name, row, times)
 
 
 def _has_16_bit_vector(row: Row) -> bool:
@@ -203,7 +228,8 @@ def measured_call(call: CallTimes, device: Device) -> MeasuredCall | None:
         if isinstance(device, Gpu):
             stack.enter_context(gpu_target(device))
         stack.enter_context(row.types_enabled())
-        traced = jitted(row, OURS).trace(*row.structs)
+        function = jitted(row, OURS) if isinstance(row, Row) else jax.jit(row.function(OURS))
+        traced = function.trace(*row.structs)
         traced.lower(lowering_platforms=("cuda" if on_gpu else "cpu",))
     if len(asked) != 1:
         return None

@@ -1,7 +1,4 @@
-"""``segments``: reductions to segments, tables and their gradients against JAX's own.
-
-The named rows are those of models; ``--drawn`` adds reductions of random sizes.
-"""
+"""``segments``: reductions to segments, tables and their gradients against JAX's own."""
 
 from __future__ import annotations
 
@@ -98,20 +95,7 @@ def _messages(edges: int, nodes: int, features: int) -> Iterator[Program]:
     )  # fmt: skip
 
 
-def _drawn(seed: int, most: float) -> Program:
-    """Return a reduction of random sizes, with up to so many elements."""
-    random = np.random.default_rng(seed)
-    columns = int(random.choice([0, 1, 3, 8, 16, 33, 64, 128, 256, 512]))
-    rows = int(2 ** random.uniform(8, max(8.0, np.log2(most / max(1, columns)))))
-    segments = int(2 ** random.uniform(1, np.log2(rows)))
-    dtype = jnp.dtype(random.choice(["float32", "bfloat16", "int32"]))
-    name, ordered = str(random.choice(["sum", "sum", "max"])), bool(random.random() < 0.25)
-    text = f"{name} {rows} x {columns} to {segments}{', sorted' if ordered else ''}, {dtype}"
-    group = "reductions to segments, drawn at random"
-    return _reduction(text, group, name, rows, columns, segments, dtype, ordered)
-
-
-def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
+def _programs(_: argparse.Namespace) -> Iterator[Program]:
     for name, segments, ordered in (
         ("sum", 65536, False), ("sum", 65536, True), ("sum", 64, False), ("max", 65536, False)
     ):  # fmt: skip
@@ -130,13 +114,6 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
             f"top_k 8 of {rows:,} x {columns}", "`top_k`", lambda x: jtk.top_k(x, 8),
             lambda x: jax.lax.top_k(x, 8), lambda shape=(rows, columns): (_normal(*shape),),
         )  # fmt: skip
-    for i in range(arguments.drawn):
-        yield _drawn(1000 * arguments.seed + i, arguments.most)
 
 
-COMMAND = program_command(
-    "reductions to segments", _programs,
-    drawn={"type": int, "default": 0, "metavar": "N", "help": "calls drawn at random"},
-    seed={"type": int, "default": 1, "help": "of those"},
-    most={"type": float, "default": 2**26, "help": "elements of those at most"},
-)  # fmt: skip
+COMMAND = program_command("reductions to segments", _programs)

@@ -17,6 +17,10 @@ import numpy as np
 import pandas as pd
 
 from benchmarks import plots
+from benchmarks.catalog import DESCRIPTIONS
+from benchmarks.catalog.call import Description
+from benchmarks.catalog.draw import Draw
+from benchmarks.catalog.oracles import namesake
 from benchmarks.ladder import LADDERS, Problem, first_sentence, problems_of, time_cells
 from benchmarks.record import RESULTS, Record, read
 from benchmarks.report import SLOWER, WRONG, table
@@ -28,7 +32,8 @@ _DATA = ROOT / "jax_tilekern/plans/policy/data"
 PAGES = tuple(
     ROOT / name
     for name in (
-        "README.md", "docs/fp8.md", "docs/ladder.md", "docs/performance.md", "docs/testing.md"
+        "README.md", "docs/fp8.md", "docs/ladder.md", "docs/performance.md",
+        "docs/reference/index.md", "docs/testing.md",
     )
 )  # fmt: skip
 _MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -362,6 +367,43 @@ def _fp8_errors() -> Iterator[str]:
     return table(heads, ((name, *(f"{x:.1e}" for x in xs)) for name, *xs in ordered.itertuples()))
 
 
+# Operations.
+
+# Types in the order of tables.
+_TYPES = (
+    "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "complex64",
+    "complex128", "int8", "uint8", "int16", "int32", "bool",
+)  # fmt: skip
+_CALLS = 200
+
+
+def _operations() -> Iterator[str]:
+    """Yield a line for each operation of what its descriptions draw."""
+    variants: dict[str, list[Description]] = {}
+    for name, description in DESCRIPTIONS.items():
+        variants.setdefault(name.partition(",")[0], []).append(description)
+    lines = []
+    for name, descriptions in sorted(variants.items()):
+        calls = [
+            x.draw(Draw(np.random.default_rng(i))) for x in descriptions for i in range(_CALLS)
+        ]
+        types = {x.dtype.name for call in calls for x in call.operands if x.values is None}
+        texts = " ".join(call.arguments for call in calls)
+        precisions, results = (
+            sorted(set(re.findall(rf"\b{option}=(\w+)", texts)))
+            for option in ("precision", "preferred_element_type")
+        )
+        derivatives = max(x.derivatives for x in descriptions)
+        lines.append((
+            f"`{name}`", f"`{namesake(name)}`" if namesake(name) else "",
+            ", ".join(x for x in _TYPES if x in types), ", ".join(precisions),
+            ", ".join(x for x in _TYPES if x in results), ("none", "first", "second")[derivatives],
+        ))  # fmt: skip
+        assert types <= {*_TYPES}, types
+    heads = ("operation", "JAX's", "types of operands", "`precision`", "`preferred_element_type`")
+    yield from table((*heads, "derivatives"), lines, text=6)
+
+
 # The ladder.
 
 
@@ -400,6 +442,7 @@ _TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     "speed": _speed,
     "start": _start,
     "mixture": _mixture,
+    "operations": _operations,
     "tests": _tests,
     **{f"ideas_{name}": functools.partial(_ideas, name) for name in LADDERS},
     **{f"times_{name}": functools.partial(_times, name) for name in LADDERS},

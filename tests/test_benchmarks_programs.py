@@ -1,11 +1,17 @@
 """Programs of ``python -m benchmarks``, and what is measured where sides fail."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import moe, programs, record
+from benchmarks import fit_policy, moe, programs, record
 from benchmarks.command_line import main
+from benchmarks.errors import BenchmarkError
+from benchmarks.sample import DrawnCall
+from benchmarks.samples import LIMITS
+from jax_tilekern.plans.cpu import Cpu
 
 # The wheel does not hold what is tested here: see tests/README.md.
 pytestmark = pytest.mark.thorough
@@ -105,3 +111,35 @@ def test_functions_with_loops(tmp_path):
     errors = [error for row in record.read(file)["rows"] for error in row["error"].values()]
     assert len(errors) == 28
     assert max(errors) < 1e-4
+
+
+def test_samples_of_descriptions_are_measured_and_fitted(tmp_path):
+    path = tmp_path / "sample.jsonl"
+    drawn = ["--operations", "add", "top_k", "--count", "1", "--seed", "3"]
+    assert main(["sample", *drawn, "--seconds", "0.01", "--json", str(path)]) == 0
+    found = record.read(path)["rows"]
+    assert [row["draw"][:3] for row in found] == [["add", 3, 0], ["top_k", 3, 0]]
+    assert all(row["error"]["ours"] < 1e-5 for row in found)
+    of_add, _ = fit_policy.read_times([path])
+    assert of_add.row.name == of_add.name == found[0]["name"]
+    assert of_add.microseconds["xla"] == pytest.approx(1e6 * found[0]["seconds"]["XLA"], abs=1e-3)
+    call = fit_policy.measured_call(of_add, Cpu(""))
+    assert call.workload.operation == "add"
+    other = record.read(path)
+    other["rows"][0]["name"] = "a call that the catalog does not draw"
+    record.write(path, other)
+    with pytest.raises(BenchmarkError, match="the catalog draws add"):
+        fit_policy.read_times([path])
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", ["matmul", "linalg.inv", "segment_sum", "take", "bincount"])
+def test_samples_of_descriptions_have_sizes_of_the_device(name, device):
+    most_bytes, _ = LIMITS[device]
+    sizes = []
+    for index in range(6):
+        call = DrawnCall(name, 0, index, device).call
+        bytes_of_call = sum(math.prod(x.shape) * x.dtype.itemsize for x in call.operands)
+        assert 0 < bytes_of_call <= most_bytes, call
+        sizes.append(bytes_of_call)
+    assert max(sizes) > 1e4, sizes

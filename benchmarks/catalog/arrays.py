@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.catalog.bounds import F32, F64, FP8, NARROW, compared, is_float, unit, wide
 from benchmarks.catalog.call import Call, describe
-from benchmarks.catalog.draw import Draw, text_of
+from benchmarks.catalog.draw import MOST_TERMS, Draw, text_of
 
 
 def sum_over(draw: Draw, name: str) -> Call:
@@ -26,7 +26,8 @@ def sum_over(draw: Draw, name: str) -> Call:
         options["initial"] = 3
     over = tuple(range(len(labels))) if options["axis"] is None else axes
     # What is left out may be anything.
-    where = draw.rng.random(x.shape) < 0.7 if draw.chance(0.2) else None
+    has_mask = draw.chance(0.2) and math.prod(x.shape) <= MOST_TERMS
+    where = draw.rng.random(x.shape) < 0.7 if has_mask else None
     masked = {} if where is None else {"where": where}
 
     def errors(result, x):

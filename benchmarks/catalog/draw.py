@@ -37,7 +37,8 @@ class Draw:
         Without it, calls have any sizes and types. With a type, they are small, without options,
         of that type where the operation takes it, and of sizes that two devices divide.
     scale
-        Factor of the small sizes.
+        Factor of the largest sizes, and of the most elements or multiply-adds. Sizes of a scale
+        above 1 have any order of magnitude, most of them that of the root of the largest or more.
     """
 
     def __init__(
@@ -63,6 +64,10 @@ class Draw:
         """Return a size, small ones more often."""
         if self.only is not None:
             return self.one(2, 4, 6, 8) * self.scale
+        if self.scale > 1:
+            largest = math.log(most * self.scale)
+            size = math.exp(self.rng.uniform(self.one(0, *[largest / 2] * 4), largest))
+            return self.one(round(size), max(1, round(size / 64) * 64))
         low, high = self.one((1, 1), (2, 9), (2, 9), (10, 70), (10, 70), (70, 300))
         size = int(self.rng.integers(low, high + 1))
         return 0 if self.chance(0.02) else min(size, most)
@@ -72,7 +77,7 @@ class Draw:
         found = {label: self.size() for label in sorted(labels)}
         if found and self.only is None and self.chance(0.2):
             found[self.one(*found)] *= self.one(3, 10, 30)
-        while math.prod(found.values()) > most_terms:
+        while math.prod(found.values()) > most_terms * self.scale:
             largest = max(found, key=lambda label: found[label])
             found[largest] = max(1, found[largest] // 2)
         return found

@@ -29,7 +29,6 @@ def linear_algebra(draw: Draw, name: str) -> Call:
     u = 16 * max(8, n) * UNIT_ROUNDOFF[dtype]
     shapes = [(*batch, n, n)] + ([(*batch, n, columns)] if "solve" in name else [])
     operands = tuple(draw.operand(shape, dtype) for shape in shapes)
-    eye = np.eye(n)
     lower, transposed, unit_diagonal = (draw.chance(0.5) for _ in range(3))
 
     def call(m, a, *others):
@@ -46,6 +45,7 @@ def linear_algebra(draw: Draw, name: str) -> Call:
         return a, function(a, *others)
 
     def errors(result, _, *others):
+        eye = np.eye(n)
         a, found = (jax.tree.map(wide, x) for x in result)
         size = np.abs(a)
         if name == "inv":

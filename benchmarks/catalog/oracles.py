@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,27 @@ from jax import lax
 import jax_tilekern as jtk
 from benchmarks.catalog.bounds import F8E4
 
+_MODULES = {"jnp": jnp, "jnp.linalg": jnp.linalg, "lax": lax, "jax.ops": jax.ops}
+_MODULES_OF_MATRICES = {
+    "jnp.linalg": jnp.linalg, "jax.scipy.linalg": jax.scipy.linalg, "lax.linalg": lax.linalg
+}  # fmt: skip
 
-def _namesakes(ours: Any, *modules: Any) -> dict[str, Any]:
-    """Return JAX's function of each name, from the first module that has one."""
+
+# Functions of JAX with other parameters, and one that JAX 0.10 lacks.
+_OTHERS = ("lax.scatter_add", "jnp.top_k")
+
+
+def namesake(name: str) -> str | None:
+    """Return JAX's function of the name of an operation, from the first module that has one."""
+    *matrices, name = name.split(".")
+    modules = _MODULES_OF_MATRICES if matrices == ["linalg"] else {} if matrices else _MODULES
+    found = (f"{x}.{name}" for x, module in modules.items() if hasattr(module, name))
+    return next((x for x in found if x not in _OTHERS), None)
+
+
+def _namesakes(ours: Any, modules: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for module in reversed(modules):
+    for module in reversed([*modules.values()]):
         found |= {name: getattr(module, name) for name in ours.__all__ if hasattr(module, name)}
     return found
 
@@ -59,7 +76,22 @@ def _linear_cross_entropy(
     return losses.sum() / jnp.maximum(1, counted.sum()) if reduction == "mean" else losses.sum()
 
 
+def _masked_products(lhs: Any, rhs: Any, sizes: Any, **options: Any) -> Any:
+    """Choose among products by the matrix of each group, because others' may have NaN."""
+    out = jax.eval_shape(functools.partial(lax.ragged_dot, **options), lhs, rhs, sizes)
+    masks = (_groups(lhs, sizes) == jnp.arange(rhs.shape[0])[:, None])[..., None]
+    y = jnp.einsum("mk,gkn->gmn", lhs, rhs, preferred_element_type=out.dtype)
+    return jnp.where(masks, y, jnp.zeros((), y.dtype)).sum(0, dtype=y.dtype)
+
+
+def _groups(lhs: Any, sizes: Any) -> Any:
+    """Return the group of each row."""
+    bounds = jnp.cumsum(jnp.asarray(sizes))
+    return jnp.searchsorted(bounds, jnp.arange(lhs.shape[0]), side="right")
+
+
 def _ragged_dot(
+    product: Any,
     lhs: Any,
     rhs: Any,
     sizes: Any,
@@ -69,26 +101,20 @@ def _ragged_dot(
     group_operands: Any = (),
     **options: Any,
 ) -> Any:
-    """Choose among products by the matrix of each group, because others' may have NaN."""
-    out = jax.eval_shape(functools.partial(lax.ragged_dot, **options), lhs, rhs, sizes)
-    bounds = jnp.cumsum(jnp.asarray(sizes))
-    group = jnp.searchsorted(bounds, jnp.arange(lhs.shape[0]), side="right")
-    masks = (group == jnp.arange(rhs.shape[0])[:, None])[..., None]
-    y = jnp.einsum("mk,gkn->gmn", lhs, rhs, preferred_element_type=out.dtype)
-    y = jnp.where(masks, y, jnp.zeros((), y.dtype)).sum(0, dtype=y.dtype)
+    y = product(lhs, rhs, sizes, **options)
     if epilogue is None:
         return y
+    group = _groups(lhs, sizes)
     of_groups = (jnp.asarray(x)[jnp.minimum(group, len(x) - 1)] for x in group_operands)
     y = epilogue(y, *operands, *of_groups)
-    return jnp.where(masks.any(0), y, jnp.zeros((), y.dtype))
+    return jnp.where((group < rhs.shape[0])[:, None], y, jnp.zeros((), y.dtype))
 
 
 def _ragged_dot_general(lhs: Any, rhs: Any, sizes: Any, dimensions: Any) -> Any:
     """Contract the rows of each group."""
     assert list(dimensions.lhs_ragged_dimensions) == [0]
     assert not dimensions.rhs_group_dimensions
-    group = jnp.searchsorted(jnp.cumsum(jnp.asarray(sizes)), jnp.arange(len(lhs)), side="right")
-    rows = (group == jnp.arange(len(sizes))[:, None])[..., None] * lhs
+    rows = (_groups(lhs, sizes) == jnp.arange(len(sizes))[:, None])[..., None] * lhs
     return jnp.einsum("gmk,mn->gkn", rows, rhs)
 
 
@@ -200,7 +226,7 @@ def _scaled_matmul(lhs: Any, rhs: Any, lhs_scales: Any, rhs_scales: Any) -> Any:
 def _scaled_ragged_dot(lhs: Any, rhs: Any, sizes: Any, lhs_scales: Any, rhs_scales: Any) -> Any:
     wide = lhs_scales.dtype
     rows, matrices = lhs.astype(wide) * lhs_scales, rhs.astype(wide) * rhs_scales
-    return _ragged_dot(rows, matrices.mT, sizes)
+    return _masked_products(rows, matrices.mT, sizes)
 
 
 def _newton_schulz(x: Any, precision: Any = None) -> Any:
@@ -227,7 +253,7 @@ def _lu(a: Any) -> Any:
 
 ORACLES = SimpleNamespace(
     **{
-        **_namesakes(jtk, jnp, jnp.linalg, lax, jax.ops),
+        **_namesakes(jtk, _MODULES),
         "all_gather_matmul": _all_gather_matmul,
         "fp8_dot_general": lax.dot_general,
         "gated_linear": _gated_linear,
@@ -238,7 +264,7 @@ ORACLES = SimpleNamespace(
         "moe": _moe,
         "muon": _muon,
         "quantize": _quantize,
-        "ragged_dot": _ragged_dot,
+        "ragged_dot": functools.partial(_ragged_dot, _masked_products),
         "ragged_dot_general": _ragged_dot_general,
         "route": _route,
         "row_logsumexp": functools.partial(jax.nn.logsumexp, axis=-1),
@@ -259,10 +285,21 @@ ORACLES = SimpleNamespace(
         "out_of_core": SimpleNamespace(matmul=lambda a, b, memory_limit: a @ b),
         "linalg": SimpleNamespace(
             **{
-                **_namesakes(jtk.linalg, jnp.linalg, jax.scipy.linalg, lax.linalg),
+                **_namesakes(jtk.linalg, _MODULES_OF_MATRICES),
                 "lu": _lu,
                 "newton_schulz": _newton_schulz,
             }
         ),
+    }
+)
+# What users of plain JAX call. Oracles differ where JAX lets NaN of one group reach another, or has
+# no derivatives.
+PEERS = SimpleNamespace(
+    **{
+        **vars(ORACLES),
+        "ragged_dot": functools.partial(_ragged_dot, lax.ragged_dot),
+        "ragged_dot_general": lax.ragged_dot_general,
+        "segment_max": jax.ops.segment_max,
+        "segment_min": jax.ops.segment_min,
     }
 )

@@ -36,7 +36,9 @@ def segments(draw: Draw, name: str) -> Call:
     ids = np.sort(ids) if is_sorted else ids
     (rows,) = draw.operands("ec->", {"e": edges, "c": columns}, [dtype])
     own = np.clip(ids, 0, count - 1) if mode == "clip" and count else ids
-    belongs = own[:, None] == np.arange(count)
+
+    def belong():
+        return own[:, None] == np.arange(count)
 
     # What ascends is the same for all elements of a batch.
     operands = (rows,) if is_sorted else (rows, draw.given(ids))
@@ -48,6 +50,7 @@ def segments(draw: Draw, name: str) -> Call:
         return getattr(m, name)(x, ids, count, indices_are_sorted=is_sorted, mode=mode)
 
     def errors(result, x, _=None):
+        belongs = belong()
         if name in ("segment_max", "segment_min"):
             neutral = -np.inf if name == "segment_max" else np.inf
             reduce = np.max if name == "segment_max" else np.min
@@ -66,12 +69,12 @@ def segments(draw: Draw, name: str) -> Call:
         return [compared(result, value / count_of_each, slack)]
 
     def cotangent_errors(cotangents, cotangent, *_):
-        value, _, _ = einsum("es,sc->ec", belongs.astype(float), wide(cotangent))
+        value, _, _ = einsum("es,sc->ec", belong().astype(float), wide(cotangent))
         return [compared(cotangents[0], value, 0)]
 
     return Call(
         name,
-        f"ids={ids.dtype}{ids.tolist()[:20]}, {count}, {is_sorted=}, {has_plan=}, {mode=}",
+        f"ids={ids.dtype}{ids[:20].tolist()}, {count}, {is_sorted=}, {has_plan=}, {mode=}",
         operands,
         call,
         errors,
@@ -85,7 +88,6 @@ def rows_of_table(draw: Draw, name: str) -> Call:
     edges, rows, columns = draw.size(), max(1, draw.size()), max(1, draw.size(20))
     dtype = draw.type(F32, BF16, F16, F64)
     index = draw.rng.integers(-rows, rows, edges).astype(np.int32)
-    picks = (index % rows)[:, None] == np.arange(rows)
     (table,) = draw.operands("rc->", {"r": rows, "c": columns}, [dtype])
     (updates,) = draw.operands("ec->", {"e": edges, "c": columns}, [dtype])
 
@@ -93,6 +95,7 @@ def rows_of_table(draw: Draw, name: str) -> Call:
         return [compared(result, wide(x)[index % rows], 0)]
 
     def sums(result, x, start):
+        picks = (index % rows)[:, None] == np.arange(rows)
         value, magnitude, _ = einsum("er,ec->rc", picks.astype(float), wide(x))
         slack = (edges + 1) * unit(dtype) * (magnitude + np.abs(start))
         return [compared(result, value + start, slack)]
@@ -100,7 +103,7 @@ def rows_of_table(draw: Draw, name: str) -> Call:
     if name == "take":
         return Call(
             name,
-            f"{index.tolist()[:20]}",
+            f"{index[:20].tolist()}",
             (table, draw.given(index)),
             lambda m, x, index: m.take(x, index, axis=0),
             taken,
@@ -109,7 +112,7 @@ def rows_of_table(draw: Draw, name: str) -> Call:
         )
     return Call(
         name,
-        f"{index.tolist()[:20]}",
+        f"{index[:20].tolist()}",
         (table, updates, draw.given(index)),
         lambda m, x, y, index: m.scatter_add(x, index, y),
         lambda result, x, y, _: sums(result, y, wide(x)),
@@ -130,9 +133,9 @@ def messages(draw: Draw, name: str) -> Call:
         draw.given(ids),
         draw.given(source),
     )
-    belongs = ids[:, None] == np.arange(count)
 
     def errors(result, x, w, *_):
+        belongs = ids[:, None] == np.arange(count)
         each = np.tanh(wide(x)[source]) * wide(w)
         slack = 8 * UNIT_ROUNDOFF[dtype] * np.abs(each)
         if reduction == "max":
@@ -148,7 +151,7 @@ def messages(draw: Draw, name: str) -> Call:
 
     return Call(
         name,
-        f"{reduction}, ids={ids.tolist()[:20]}, {count}",
+        f"{reduction}, ids={ids[:20].tolist()}, {count}",
         operands,
         lambda m, x, w, ids, source: m.segment_reduce(
             weighted, x, w, segment_ids=ids, num_segments=count, gather=(source, None),
@@ -189,14 +192,14 @@ def integers(draw: Draw, name: str) -> Call:
         inside = np.maximum(keys, 0)
         expected = np.bincount(inside[inside < bins], minlength=bins)
         return Call(
-            name, f"{keys.tolist()[:20]}, {bins}", (operand, draw.given(keys)),
+            name, f"{keys[:20].tolist()}, {bins}", (operand, draw.given(keys)),
             lambda m, x, keys: m.bincount(keys, length=bins) + jnp.zeros_like(x, np.int32).sum(),
             lambda result, *_: [compared(result, expected, 0)], is_plain=False,
         )  # fmt: skip
     keys = np.clip(keys, 0, bins - 1)
     order = np.argsort(keys, kind="stable")
     return Call(
-        name, f"{keys.tolist()[:20]}, {bins}", (operand, draw.given(keys)),
+        name, f"{keys[:20].tolist()}, {bins}", (operand, draw.given(keys)),
         lambda m, x, keys: m.sort_by_key(keys, x, num_keys=bins)[1],
         lambda result, x, _: [compared(result, wide(x)[order], 0)], is_plain=False,
     )  # fmt: skip

@@ -1,0 +1,169 @@
+"""``sample``: random calls of any described operation, as ``benchmarks/catalog`` draws them.
+
+    python -m benchmarks sample --operations top_k linalg.svd --count 20 --seed 1 --json FILE
+
+Shapes, types, layouts and options are the description's, and sizes those of the device. The peer is
+JAX's function of the same name or, where there is none, the operation in plain JAX as the catalog
+writes it. A row's ``draw`` has the description, seed, index and device that draw its call again:
+``fit_policy`` takes records of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_tilekern as jtk
+from benchmarks.catalog import DESCRIPTIONS
+from benchmarks.catalog.call import Call, Operand
+from benchmarks.catalog.draw import Draw
+from benchmarks.catalog.oracles import PEERS
+from benchmarks.errors import BenchmarkError
+from benchmarks.programs import Arrays, Errors, Program, RowsCommand, measured, on_gpu
+from benchmarks.record import Record
+from benchmarks.samples import LIMITS
+
+# Factor of the sizes that tests draw.
+_SCALES = {"cpu": 64, "gpu": 4096}
+_MEASURED = tuple(name for name, x in DESCRIPTIONS.items() if not x.on_host)
+_ATTEMPTS = 1000
+
+
+@dataclass(frozen=True)
+class DrawnCall:
+    """A call of a description at the sizes of a device.
+
+    Attributes
+    ----------
+    description, seed, index, device
+        What draws it; the device is ``"cpu"`` or ``"gpu"``.
+    """
+
+    description: str
+    seed: int
+    index: int
+    device: str
+
+    @functools.cached_property
+    def call(self) -> Call:
+        """The call, which is drawn again while it exceeds a limit of the device.
+
+        Raises
+        ------
+        BenchmarkError
+            If every call does.
+        """
+        most_bytes, operations = LIMITS[self.device]
+        key = [self.seed, self.index, zlib.crc32(self.description.encode())]
+        draw = Draw(np.random.default_rng(key), scale=_SCALES[self.device])
+        for _ in range(_ATTEMPTS):
+            call: Call = DESCRIPTIONS[self.description].draw(draw)
+            sizes = [math.prod(x.shape) * x.dtype.itemsize for x in call.operands]
+            fits = all(sizes) and sum(sizes) <= most_bytes
+            if fits and self._operations(call) <= operations:
+                return call
+        raise BenchmarkError(f"every call of {self.description} exceeds a limit: {most_bytes} B")
+
+    @property
+    def name(self) -> str:
+        """The row's name."""
+        return f"{self.description} {self.seed}/{self.index}: {self.call}"
+
+    @property
+    def structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes, as they are stored, and types of the operands."""
+        return _structs(self.call)
+
+    def types_enabled(self) -> AbstractContextManager[Any]:
+        """Let JAX have 64-bit types inside the context if the call has them."""
+        context: AbstractContextManager[Any] = jax.enable_x64(_has_64_bits(self.call))
+        return context
+
+    def function(self, namespace: Any) -> Callable[..., Any]:
+        """Return the call of a namespace of functions, of the operands as they are stored."""
+        return _function(self.call, namespace)
+
+    def operands(self) -> Arrays:
+        """Return normal numbers and small integers, or the operands that the call gives."""
+        keys = jax.random.split(jax.random.key(self.index), len(self.call.operands))
+        return [_random(key, x) for key, x in zip(keys, self.call.operands, strict=True)]
+
+    def _operations(self, call: Call) -> float:
+        """Return the operations of the call in plain JAX, as far as XLA counts them."""
+        with jax.enable_x64(_has_64_bits(call)):
+            lowered = jax.jit(_function(call, PEERS)).lower(*_structs(call))
+            found: Any = lowered.cost_analysis() or {}
+        return float(found.get("flops", 0))
+
+
+def _has_64_bits(call: Call) -> bool:
+    return any(np.zeros((), x.dtype).real.itemsize == 8 for x in call.operands)
+
+
+def _structs(call: Call) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct([x.shape[i] for i in x.order], x.dtype) for x in call.operands]
+
+
+def _function(call: Call, namespace: Any) -> Callable[..., Any]:
+    def function(*stored: Any) -> Any:
+        pairs = zip(stored, call.operands, strict=True)
+        return call.function(
+            namespace, *(jnp.transpose(x, tuple(np.argsort(y.order).tolist())) for x, y in pairs)
+        )
+
+    return function
+
+
+def _random(key: Any, operand: Operand) -> Any:
+    shape, dtype = [operand.shape[i] for i in operand.order], operand.dtype
+    if operand.values is not None:
+        return jnp.asarray(operand.values)
+    if dtype.kind in "iub":
+        least = 0 if dtype.kind in "ub" else -128
+        return jax.random.randint(key, shape, least, 2 if dtype.kind == "b" else 128).astype(dtype)
+    made = dtype if dtype.kind == "c" or dtype.itemsize >= 2 else jnp.float32
+    return jax.random.normal(key, shape, made).astype(dtype)
+
+
+def _errors(_: Arrays, results: Mapping[str, Any]) -> Errors:
+    """Return the largest difference of finite elements, over the largest of XLA's."""
+    first = (np.asarray(jax.tree.leaves(results[side])[0]) for side in ("ours", "XLA"))
+    ours, theirs = (x.astype(complex if x.dtype.kind == "c" else float) for x in first)
+    finite = np.isfinite(ours) & np.isfinite(theirs)
+    largest = np.max(np.abs(theirs[finite]), initial=1e-30)
+    return {"ours": float(np.max(np.abs(ours - theirs)[finite], initial=0) / largest)}
+
+
+def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
+    device = "gpu" if on_gpu() else "cpu"
+    policy = functools.partial(jtk.policy, arguments.policy)
+    for name in arguments.operations:
+        for index in range(arguments.count):
+            drawn = DrawnCall(name, arguments.seed, index, device)
+            program = Program(
+                drawn.name, drawn.operands,
+                {"ours": drawn.function(jtk), "XLA": drawn.function(PEERS)},
+                _errors, group=f"`{name}`", wide=_has_64_bits(drawn.call),
+                contexts={"ours": policy},
+            )  # fmt: skip
+            draw = {"draw": [name, arguments.seed, index, device]}
+            yield measured(program, arguments.seconds) | draw
+
+
+COMMAND = RowsCommand(
+    "time random calls of any operation against plain JAX", _rows, 0.1,
+    operations={"nargs": "+", "choices": _MEASURED, "default": _MEASURED, "metavar": "NAME"},
+    count={"type": int, "default": 10, "help": "calls of an operation (%(default)s)"},
+    seed={"type": int, "default": 0, "help": "even ones are for fitting, odd ones for reporting"},
+    policy={"choices": ("auto", "kernels"), "default": "auto", "help": "of the library"},
+)  # fmt: skip
