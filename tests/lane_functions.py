@@ -464,6 +464,11 @@ def table():
                 normal(N, 5, 2),
             ),
         ),
+        "gamma": (
+            lambda key, a: (jax.random.gamma(key, a), jax.random.beta(key, a, 2.0)),
+            0,
+            (_keys(), np.linspace(0.3, 3, N, dtype=np.float32)),
+        ),
         "digamma": (lax.digamma, 0, (np.float32([-1, -2.5, 0.5, 17, np.inf, np.nan]),)),
         "bisection": (bisection, 0, (normal(N) * 5,)),
         "ray_march": (ray_march, 0, (normal(N, 3) * 0.3 + np.array([0, 0, 1], np.float32),)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,6 +86,10 @@ def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
         if name in _MOVES and all(compat.key_functions(x.aval.dtype).key_shape == (2,) for x in
                              (*eqn.invars, *eqn.outvars) if is_key(x.aval)):  # fmt: skip
             return _for_each_word(eqn, operands)
+        if name == "random_gamma":
+            refuse_unknown(eqn, all_of("log_space"))
+            by_jax = functools.partial(eqn.primitive.impl, **eqn.params)
+            return _evaluated(jax.make_jaxpr(by_jax)(*(x.aval for x in eqn.invars)), operands)
         raise Untranslatable(f"no CUDA for {name} of random keys")
 
 
