@@ -34,7 +34,8 @@ NAMESAKES = {
 
 def documented_differences():
     """Return the parameters that only one of the two has, by function, as the page lists them."""
-    page = (DOCS / "reference/index.md").read_text().partition("## Signatures")[2]
+    page = (DOCS / "reference/index.md").read_text()
+    page = page.partition("\n## Signatures")[2].partition("\n## ")[0]
     differences = {}
     for row in re.findall(r"^\| `.*\|$", page, re.MULTILINE):
         functions, ours, theirs = (re.findall(r"`(\w+)`", cell) for cell in row.split("|")[1:4])
