@@ -190,7 +190,7 @@ class ScalarWriter:
         """Name an expression, rounded to its type."""
         name = f"v{len(self.statements)}"
         value = rounded(expression, dtype)
-        self.statements.append(f"const {computed_type(dtype)} {name} = {value};")
+        self.statements.append(f"{computed_type(dtype)} {name} = {value};")
         if value != expression:
             self._unrounded[name] = expression
         return name

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
-
 from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_copy, is_elementwise, translation
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.kernel.translation.meanings import meaning_of
 from jax_tilekern.plans.lane_cost import LaneWork
-from jax_tilekern.primitives.operation import references
 
 # Arrays of a lane of more elements are in memory.
 _IN_REGISTERS = 64
@@ -62,11 +59,9 @@ def _inner(closed: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
 
 def _equation(eqn: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
     name, params = eqn.primitive.name, eqn.params
-    if name in references:
-        meaning = functools.partial(references[name], **params)
-        with compat.without_mesh():
-            closed = jax.make_jaxpr(meaning)(*(x.aval for x in eqn.invars))
-        return _inner(closed, mapped, lanes)
+    meaning = meaning_of(eqn)
+    if meaning is not None:
+        return _inner(meaning, mapped, lanes)
     if name in INNER_JAXPR:
         return _inner(compat.closed_jaxpr(params[INNER_JAXPR[name]]), mapped, lanes)
     if name == "scan":

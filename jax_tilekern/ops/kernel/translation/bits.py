@@ -53,7 +53,7 @@ def _threefry(writer: LaneWriter, eqn: Any, operands: list[Value], places: Place
 
     def mixed(read: list[str]) -> str:
         name = writer.name("t")
-        writer.line(f"const lax::Pair {name} = lax::threefry2x32({', '.join(read)});")
+        writer.line(f"lax::Pair {name} = lax::threefry2x32({', '.join(read)});")
         return name
 
     if math.prod(shape) == 1:

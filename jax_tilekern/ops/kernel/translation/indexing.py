@@ -30,7 +30,7 @@ def _clamped(writer: LaneWriter, start: Value, limit: int) -> Index:
     if limit == 0:
         return 0
     name = writer.name("n")
-    writer.line(f"const int {name} = lax::clamped_index({start.first}, {limit});")
+    writer.line(f"int {name} = lax::clamped_index({start.first}, {limit});")
     return name
 
 

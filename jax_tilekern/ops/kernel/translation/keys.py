@@ -18,6 +18,7 @@ from jax_tilekern.epilogue.understood import (
     refuse_unknown,
 )
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.kernel.translation.meanings import meaning_of
 
 # Primitives that move keys: they move each word of the data alike.
 _MOVES = frozenset(
@@ -89,7 +90,11 @@ def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
         if name == "random_gamma":
             refuse_unknown(eqn, all_of("log_space"))
             by_jax = functools.partial(eqn.primitive.impl, **eqn.params)
-            return _evaluated(jax.make_jaxpr(by_jax)(*(x.aval for x in eqn.invars)), operands)
+            meaning = jax.make_jaxpr(by_jax)(*(x.aval for x in eqn.invars))
+        else:
+            meaning = meaning_of(eqn)
+        if meaning is not None:
+            return _evaluated(meaning, operands)
         raise Untranslatable(f"no CUDA for {name} of random keys")
 
 

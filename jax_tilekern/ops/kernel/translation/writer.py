@@ -11,7 +11,6 @@ place. Therefore the writer knows which variables are read later, in each jaxpr 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import re
@@ -31,6 +30,7 @@ from jax_tilekern.epilogue.understood import (
     refuse_unknown,
 )
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.kernel.translation.meanings import meaning_of
 from jax_tilekern.ops.kernel.translation.values import (
     Buffer,
     Index,
@@ -41,7 +41,6 @@ from jax_tilekern.ops.kernel.translation.values import (
     is_wide,
     row_major,
 )
-from jax_tilekern.primitives.operation import references
 
 # Beyond this an array lies in the workspace, and so do arrays that together take more.
 _LOCAL_BYTES, _ALL_LOCAL_BYTES = 1024, 16384
@@ -220,7 +219,7 @@ class LaneWriter:
     def scalar(self, dtype: np.dtype[Any], expression: str, shape: Shape = ()) -> Value:
         """Name an expression; return it as a value of one element."""
         name = self.name("s")
-        self.line(f"const {computed_type(dtype)} {name} = {expression};")
+        self.line(f"{computed_type(dtype)} {name} = {expression};")
         return everywhere(dtype, shape, name)
 
     def evaluated(self, value: Value) -> Value:
@@ -356,8 +355,6 @@ class LaneWriter:
         self, eqn: Any, operands: list[Value], places: Sequence[Buffer | None]
     ) -> list[Value]:
         name = eqn.primitive.name
-        if name in references:
-            return self.meaning(functools.partial(references[name], **eqn.params), eqn, operands)
         if name in RULES:
             write, understood = RULES[name]
             refuse_unknown(eqn, understood)
@@ -367,6 +364,9 @@ class LaneWriter:
             return self.jaxpr(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), operands, places)
         if is_elementwise(name):
             return [self.elementwise(eqn, operands, places[0])]
+        meaning = meaning_of(eqn)
+        if meaning is not None:
+            return self.jaxpr(meaning, operands, places)
         raise Untranslatable(f"no CUDA for {name}")
 
     def meaning(self, function: Callable[..., Any], eqn: Any, operands: list[Value]) -> list[Value]:
