@@ -11,7 +11,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import LogLocator
 
 from jax_tilekern.cli.console import duration
 
@@ -37,40 +37,46 @@ def _color(ratio: float) -> str:
     return _WIN if ratio > 1.02 else _LOSS if ratio < 0.98 else _EVEN
 
 
+def _stacked(heights: Sequence[float], height: float) -> tuple[Any, Sequence[Any]]:
+    """Return a figure of panels, one above the other, with one x axis."""
+    return plt.subplots(
+        len(heights), 1, sharex=True, layout="constrained",
+        figsize=(8, height), height_ratios=heights,
+    )  # fmt: skip
+
+
 @mpl.rc_context(_STYLE)
-def ratios(axis: str, sections: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Draw groups of ratios on a logarithmic axis, a panel for each section.
+def ratios(axis: str, sections: Mapping[str, pd.Series[float]]) -> str:
+    """Draw ratios on a logarithmic axis, a panel for each section and a line for each label.
 
     A small dot is a ratio and the large one the geometric mean: green above 1.02, orange below
     0.98.
     """
-    figure, panels = plt.subplots(
-        len(sections), 1, sharex=True, layout="constrained", squeeze=False,
-        figsize=(8, 0.8 + 0.26 * sum(1 + len(groups) for groups in sections.values())),
-        height_ratios=[len(groups) + 0.5 for groups in sections.values()],
-    )  # fmt: skip
-    for panel, (title, groups) in zip(panels[:, 0], sections.items(), strict=True):
+    lines = {title: dict(iter(x.groupby(level=0, sort=False))) for title, x in sections.items()}
+    heights = [len(groups) + 0.5 for groups in lines.values()]
+    figure, panels = _stacked(heights, 0.8 + 0.26 * sum(x + 0.5 for x in heights))
+    for panel, (title, groups) in zip(panels, lines.items(), strict=True):
         panel.set(title=title, xscale="log", yticks=range(len(groups)), yticklabels=groups)
         panel.invert_yaxis()
         panel.grid(axis="y", visible=False)
         panel.axvline(1, color="black", linewidth=0.8)
         panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        panel.xaxis.set_major_formatter("{x:g}")
         panel.xaxis.minorticks_off()
         for y, found in enumerate(groups.values()):
-            mean = float(np.exp(np.log(found).mean()))
-            panel.plot([min(found), max(found)], [y, y], color=_color(mean), linewidth=0.8)
+            least, mean, most = found.min(), np.exp(np.log(found).mean()), found.max()
+            panel.plot([least, most], [y, y], color=_color(mean), linewidth=0.8)
             panel.scatter(found, [y] * len(found), 9, [*map(_color, found)], alpha=0.45, lw=0)
             panel.scatter(mean, y, 28, _color(mean), zorder=3)
-            spread = f" ({_number(min(found))} to {_number(max(found))})" if len(found) > 1 else ""
+            spread = f" ({_number(least)} to {_number(most)})" if len(found) > 1 else ""
             panel.text(1.01, y, _number(mean) + spread, transform=panel.get_yaxis_transform(),
                        va="center", fontsize=8)  # fmt: skip
-    panels[-1, 0].set_xlabel(axis)
+    panels[-1].set_xlabel(axis)
     return _svg(figure)
 
 
 def _number(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+    return f"{ratio:.{2 if ratio < 10 else 0}f}"
 
 
 @mpl.rc_context(_STYLE)
@@ -80,7 +86,7 @@ def curves(training: pd.DataFrame) -> str:
     figure, panels = plt.subplots(1, len(models), figsize=(8, 3), layout="constrained")
     for panel, (model, rows) in zip(panels, models.items(), strict=True):
         panel.set(title=f"{model}, loss by step", yscale="log")
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        panel.yaxis.set_major_formatter("{x:g}")
         styles = zip(("-", "--", ":"), (_EVEN, _WIN, _LOSS), strict=True)
         for row, (style, color) in zip(rows.itertuples(), styles, strict=True):
             steps = row.steps * (np.arange(len(row.losses)) + 0.5) / len(row.losses)
@@ -92,19 +98,15 @@ def curves(training: pd.DataFrame) -> str:
 @mpl.rc_context(_STYLE)
 def bars(title: str, sections: Mapping[str, Mapping[str, float]]) -> str:
     """Draw the seconds of each side, a panel for each section; the first side is not ours."""
-    figure, panels = plt.subplots(
-        len(sections), 1, sharex=True, figsize=(8, 2.6), layout="constrained",
-        height_ratios=[len(times) for times in sections.values()],
-    )  # fmt: skip
+    figure, panels = _stacked([*map(len, sections.values())], 2.6)
     for panel, (name, times) in zip(panels, sections.items(), strict=True):
         panel.set(title=name)
         colors = ["#818b98", *[_WIN] * (len(times) - 1)]
         panel.bar_label(
-            panel.barh(list(times), list(times.values()), color=colors),
-            [duration(seconds) for seconds in times.values()], padding=4,
-        )  # fmt: skip
+            panel.barh([*times], [*times.values()], color=colors), fmt=duration, padding=4
+        )
         panel.invert_yaxis()
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: duration(x) if x else "0"))
+        panel.xaxis.set_major_formatter(lambda x, _: duration(x) if x else "0")
         panel.margins(x=0.12)
     figure.suptitle(title, x=0.01, ha="left", fontsize=9)
     return _svg(figure)

@@ -9,6 +9,7 @@ import re
 import pytest
 from guides import DOCS
 
+pandas = pytest.importorskip("pandas")
 tables = pytest.importorskip("benchmarks.tables", reason="pandas and matplotlib are missing")
 
 ROOT = DOCS.parent
@@ -80,5 +81,25 @@ def test_files_that_a_page_links_to_exist():
 def test_tables_are_those_of_the_records(page):
     # `python -m benchmarks tables` writes them.
     text = page.read_text()
-    assert "<!-- table " in text
     assert text == tables.with_tables(text)
+
+
+def test_random_calls_are_of_the_newest_sources_of_each_operation():
+    def lines(name, day, *rows):
+        found = {"date": f"2026-11-{day}", "source_digests": {"library": day}, "rows": rows}
+        return tables.frame_lines(f"h100/{name}", found)
+
+    # Rows of `sample` have a group, and rows of `regret` candidates.
+    top_k = {"name": "top_k 1/0", "group": "`top_k`", "ratio": {"XLA": 2.0}}
+    qr = {"name": "qr 1/0", "group": "`linalg.qr`", "ratio": {"XLA": 3.0}}
+    product = {"name": "0", "microseconds": {"xla": 4.0, "wgmma": 1.0}, "chosen": "wgmma"}
+    records = (
+        lines("samples/top_k-1", "20", top_k),
+        lines("samples/both-3", "21", top_k | {"ratio": {"XLA": 5.0}}, qr),
+        lines("regret/matmul-1", "22", product),
+    )
+    found = tables.newest(pandas.DataFrame([line for lines in records for line in lines]))
+    assert dict(zip(found.label, found.ratio, strict=True)) == {
+        "`top_k`": 5.0, "`linalg.qr`": 3.0, "`matmul`": 4.0,
+    }  # fmt: skip
+    assert len(found) == 3
