@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,10 +27,8 @@ _LONG_CALL = 0.5e-3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE",
-        help="what --json wrote; several of the parts of one sample",
-    )  # fmt: skip
+    what = "what --json wrote; several of the parts of one sample"
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=what)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,16 +65,16 @@ def _cells(row: Record, ceilings: Ceilings) -> dict[str, str]:
         cells[f"{peer} / ours"] = _ratio(row, peer, ratio)
         if peer in row.get("spread", {}):
             cells.setdefault("p10 - p90", "{:.2f} - {:.2f}".format(*row["spread"][peer]))
-    return {**cells, **ceilings.cells(row), "errors": ", ".join(
-        f"{x:.1e}" for x in (row.get("error") or {}).values() if x is not None)}  # fmt: skip
+    errors = (f"{x:.1e}" for x in (row.get("error") or {}).values() if x is not None)
+    return cells | ceilings.cells(row) | {"errors": ", ".join(errors)}
 
 
 def _ratio(row: Record, peer: str, ratio: float) -> str:
     return f"{ratio:#.3g}{_below(ratio, row.get('target', {}).get(peer, 0))}"
 
 
-def _below(ratio: float, target: float) -> str:
-    return f" (below {target:g})" if ratio < target else ""
+def _below(value: float, target: float, form: str = "g") -> str:
+    return f" (below {target:{form}})" if value < target else ""
 
 
 class Ceilings:
@@ -87,27 +86,26 @@ class Ceilings:
     """
 
     def __init__(self, record: Record) -> None:
-        self.operation = record.get("operation")
-        operation = OPERATIONS.get(self.operation or "")
+        self.operation = record.get("operation", "")
+        operation = OPERATIONS.get(self.operation)
         bandwidths = operation.bandwidths if operation else ()
         found = (record.get(f"{x}_bytes_per_second") for x in bandwidths)
-        self.memory = max((x for x in found if x), default=math.inf)
+        self.memory = max(filter(None, found), default=math.inf)
         self.rates: dict[str, float] = {}
         for row in record["rows"] if operation and operation.arithmetic else ():
             if "seconds" in row:
-                call, kind = self.call(row)
+                call, kind = self._call(row)
                 reached = call.flops / min(row["seconds"].values())
                 self.rates[kind] = max(reached, self.rates.get(kind, 0.0))
 
-    def call(self, row: Record) -> tuple[Row, str]:
+    def _call(self, row: Record) -> tuple[Row, str]:
         """Return the call of a row, and its arithmetic."""
-        text = row.get("call") or row["name"].rpartition(": ")[2]
-        call = Row.of(text, self.operation or "")
+        call = Row.of(row.get("call") or row["name"].rpartition(": ")[2], self.operation)
         return call, " ".join(filter(None, (call.type, call.rhs_type, call.precision)))
 
     def share(self, row: Record) -> float:
         """Return the least time that the ceilings allow a timed row, over ours."""
-        call, kind = self.call(row)
+        call, kind = self._call(row)
         least = max(call.bytes / self.memory, call.flops / self.rates.get(kind, math.inf))
         return float(least / row["seconds"]["ours"])
 
@@ -115,11 +113,12 @@ class Ceilings:
         """Return a row's entries by their headings."""
         if not self.operation or "seconds" not in row:
             return {}
-        (call, _), ours, share = self.call(row), row["seconds"]["ours"], self.share(row)
-        does = {"ours does": rate(call.flops / ours, "OP")} if self.rates else {}
-        below = f" (below {row['share']:.0%})" if share < row.get("share", 0) else ""
-        moves = rate(call.bytes / ours, "B")
-        return {**does, "ours moves": moves, "of ceiling": f"{share:.0%}{below}"}
+        (call, _), ours, share = self._call(row), row["seconds"]["ours"], self.share(row)
+        return {
+            **({"ours does": rate(call.flops / ours, "OP")} if self.rates else {}),
+            "ours moves": rate(call.bytes / ours, "B"),
+            "of ceiling": f"{share:.0%}{_below(share, row.get('share', 0), '.0%')}",
+        }
 
     def loses(self, row: Record) -> bool:
         """Say whether a row is slower than its targets, or takes more memory than its limit."""
@@ -151,13 +150,14 @@ def _summary(record: Record, ceilings: Ceilings) -> Iterator[str]:
     timed = [row for row in record["rows"] if row.get("ratio")]
     if any("target" in row for row in timed):
         yield f"{sum(map(ceilings.loses, timed))} of {len(timed)} rows below their target."
-    wrong = [row["name"] for row in timed if not peer_error(row) < WRONG]
-    for peer in dict.fromkeys(name for row in timed for name in row["ratio"]):
-        groups: dict[str, list[float]] = {}
-        for row in timed:
-            if peer in row["ratio"] and row["name"] not in wrong:
-                groups.setdefault(row.get("group", ""), []).append(row["ratio"][peer])
-        yield f"{peer} / ours, {_distribution([x for found in groups.values() for x in found])}."
+    wrong = [row["name"] for row in timed if not error_of(row, next(iter(row["ratio"]))) < WRONG]
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for row in timed:
+        for peer, ratio in row["ratio"].items() if row["name"] not in wrong else ():
+            groups = ratios.setdefault(peer, {})
+            groups.setdefault(row.get("group", ""), []).append(ratio)
+    for peer, groups in ratios.items():
+        yield f"{peer} / ours, {_distribution([*itertools.chain(*groups.values())])}."
         for group, found in groups.items() if len(groups) > 1 else ():
             yield f"- {group}, {_distribution(found, record.get('means', {}).get(group, 0))}."
     failures = Counter(why for row in timed for why in row.get("failures", {}).items())
@@ -168,8 +168,7 @@ def _summary(record: Record, ceilings: Ceilings) -> Iterator[str]:
         yield f"Ceilings, as measured: {', '.join(most)}."
     clocks = [
         wall / row["seconds"][side] for row in timed if row.get("method", "").startswith("device")
-        for side, wall in row.get("wall_seconds", {}).items()
-        if row["seconds"][side] >= _LONG_CALL
+        for side, wall in row.get("wall_seconds", {}).items() if row["seconds"][side] >= _LONG_CALL
     ]  # fmt: skip
     if clocks:
         yield (
@@ -193,6 +192,6 @@ def _summary(record: Record, ceilings: Ceilings) -> Iterator[str]:
         yield f"{where}; {run_of['date'][:10]}; `{run_of['command']}`."
 
 
-def peer_error(row: Record) -> float:
-    """Return the error of a row's first peer."""
-    return float((row.get("error") or {}).get(next(iter(row["ratio"])), 0.0) or 0.0)
+def error_of(row: Record, peer: str) -> float:
+    """Return the error of a peer, if any is known."""
+    return (row.get("error") or {}).get(peer) or 0.0

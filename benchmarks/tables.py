@@ -23,7 +23,7 @@ from benchmarks.catalog.draw import Draw
 from benchmarks.catalog.oracles import namesake
 from benchmarks.ladder import Problem, first_sentence, problems_of, time_cells
 from benchmarks.record import RESULTS, Record, read
-from benchmarks.report import SLOWER, WRONG, table
+from benchmarks.report import SLOWER, WRONG, error_of, table
 from benchmarks.rows import Row
 from jax_tilekern.cli.console import duration, size
 
@@ -79,21 +79,16 @@ def frame_lines(name: str, found: Record) -> Iterator[Record]:
         "digests": str(found.get("source_digests")),
     }  # fmt: skip
     for row in found["rows"]:
-        label, ratio, times = (
-            _label(found, row, stem),
-            row.get("ratio", {}),
-            row.get("microseconds"),
-        )
-        if times:  # The policy's choice among timed candidates.
+        label, ratio = _label(found, row, stem), row.get("ratio", {})
+        if times := row.get("microseconds"):  # Of candidates, of which the policy chooses one.
             ratio = {"XLA": times["xla"] / times[row["chosen"]]}
         # JAX's own grouped GEMM, or else the first peer.
         one = "lax" if found.get("operation") == "ragged_dot" else next(iter(ratio), None)
         for peer in ratio:
             if label and (peer == one or "{peer}" in label):
                 text = label.format(peer=_TEXTS["peers"].get(peer, peer))
-                wrong = (row.get("error") or {}).get(peer, 0) or 0
                 yield {**of_record, "label": text, "peer": peer, "ratio": ratio[peer],
-                       "wrong": wrong}  # fmt: skip
+                       "error": error_of(row, peer)}  # fmt: skip
 
 
 def _label(found: Record, row: Record, stem: str) -> str | None:
@@ -122,7 +117,7 @@ def newest(found: pd.DataFrame) -> pd.DataFrame:
 def drawn() -> pd.DataFrame:
     """Return the calls drawn at random, but for those that a peer gets wrong."""
     found = ratios()
-    return newest(found[found.drawn & (found.wrong < WRONG)])
+    return newest(found[found.drawn & (found.error < WRONG)])
 
 
 @functools.cache
@@ -138,11 +133,15 @@ def _mean(ratios: Any) -> str:
     return _number(np.exp(np.log(ratios).mean()))
 
 
-def speed_of(pattern: str) -> str:
+def _select(found: pd.DataFrame, pattern: str, *devices: str) -> pd.DataFrame:
+    """Return the lines of some devices whose labels match a pattern."""
+    return found[found.device.isin(devices) & found.label.str.contains(pattern)]
+
+
+def _speed(pattern: str) -> str:
     """Return the smallest and the largest ratio on an H100 of labels that match a pattern."""
-    found = recorded()
-    found = found[found.device.isin(("h100", "h100x2")) & found.label.str.contains(pattern)]
-    return " to ".join(dict.fromkeys(map(_number, (found.ratio.min(), found.ratio.max()))))
+    found = _select(recorded(), pattern, "h100", "h100x2").ratio
+    return " to ".join(dict.fromkeys(map(_number, (found.min(), found.max()))))
 
 
 # Tables, each a function of its name.
@@ -166,40 +165,29 @@ def devices() -> Iterator[str]:
     for folder, title in _DEVICES.items():
         yield f"\n## {title}\n\n[Every row](../benchmarks/results/{folder})."
         for kind, found in (("drawn at random", drawn()), ("recorded", recorded())):
-            of_device = found[found.device == folder]
+            of_device = _select(found, "", folder)
             if len(of_device):
                 yield from ("", *_distribution(of_device, kind))
 
 
 def random() -> Iterator[str]:
-    found, cpu = drawn(), _DEVICES["amd-epyc"]
-    is_product, on_gpu = found.label.str.startswith("`matmul`"), found.device == "h100"
-    parts = (
-        found[on_gpu & is_product].assign(label=lambda x: "H100: " + x.label),
-        found[on_gpu & ~is_product].assign(label="H100: four other operations"),
-        found[found.device == "amd-epyc"].assign(label=f"{cpu}: seven operations"),
-    )
+    parts = (_select(drawn(), *of).assign(label=x) for x, of in _TEXTS["random"].items())
     return _distribution(pd.concat(parts), "drawn at random")
 
 
 def speed() -> Iterator[str]:
-    cells = ((text, "; ".join(map(speed_of, x))) for text, x in _TEXTS["speed"].items())
+    cells = ((text, "; ".join(map(_speed, x))) for text, x in _TEXTS["speed"].items())
     return table(("H100", "XLA / ours"), cells)
 
 
 def start() -> Iterator[str]:
-    of_mixture = {side: tokens for side, (_, tokens, _) in _mixture_cells().items()}
-    found = pd.concat([drawn(), recorded()])
-    is_product = found.label.str.startswith("`matmul`") & found.drawn & (found.device == "h100")
-    of_segments = found.label.str.endswith("drawn at random") & (found.device == "h200")
-    (step_of_two,) = found[found.device == "h200x2"].ratio
+    (step_of_two,) = _select(recorded(), "", "h200x2").ratio
     values = {
-        **{name: speed_of(pattern) for name, pattern in _TEXTS["start"]["ratios"].items()},
-        "moe": of_mixture["ours"],
-        "tokamax": of_mixture["tokamax"],
-        "segments": _mean_and_slower(found[of_segments].ratio),
+        **{name: _speed(pattern) for name, pattern in _TEXTS["start"]["ratios"].items()},
+        **{side: tokens for side, (_, tokens, _) in _mixture().items()},
+        "segments": _mean_and_slower(_select(recorded(), "drawn at random$", "h200").ratio),
         "muon_of_two": _number(step_of_two),
-        "products": _mean_and_slower(found[is_product].ratio),
+        "products": _mean_and_slower(_select(drawn(), "^`matmul`", "h100").ratio),
     }
     cells = ([cell.format(**values) for cell in line] for line in _TEXTS["start"]["lines"])
     return table(("you have", "you write", "you get: speed over the peer on an H100"), cells, 3)
@@ -212,18 +200,17 @@ def _mean_and_slower(ratios: pd.Series[float]) -> str:
 
 
 def mixture() -> Iterator[str]:
-    return table(("experts", "tokens a second", "memory"), _mixture_cells().values())
+    return table(("experts", "tokens a second", "memory"), _mixture().values())
 
 
-def _mixture_cells() -> dict[str, tuple[str, str, str]]:
+def _mixture() -> dict[str, tuple[str, str, str]]:
+    """Return the title, tokens a second and memory of each side of a training step."""
     row = max(record("h100/moe_model")["rows"], key=lambda row: row["sizes"]["layers"])
     tokens = row["sizes"]["batch"] * row["sizes"]["sequence"]
-    return {
-        side: (name, f"{tokens / row['seconds'][side]:,.0f}", size(row["bytes"][side]))
-        if side in row["seconds"]
-        else (name, "-", row["failures"][side])
-        for side, name in _TEXTS["mixture"].items()
-    }
+    cells = {x: ("-", why) for x, why in row["failures"].items()}
+    for x, seconds in row["seconds"].items():
+        cells[x] = (f"{tokens / seconds:,.0f}", size(row["bytes"][x]))
+    return {x: (title, *cells[x]) for x, title in _TEXTS["mixture"].items()}
 
 
 def segments() -> Iterator[str]:
@@ -343,11 +330,7 @@ _TABLES: Mapping[str, Callable[..., Iterator[str]]] = {
 
 def figures() -> dict[str, str]:
     """Return the drawings of ``docs``, by their files."""
-    muon = {
-        "one H100": _muon_step("h100", "step"),
-        "two H200, which share the rows of each matrix":
-            _muon_step("h200x2", "step on 2 devices, rows"),
-    }  # fmt: skip
+    muon = {title: _muon_step(*step) for title, step in _TEXTS["muon"].items()}
     return {
         "overview.svg": plots.ratios(
             "XLA's time / our time, NVIDIA H100, jax 0.11.2 (right of 1: ours is faster)",
@@ -372,7 +355,7 @@ def _counts(groups: pd.Index[str]) -> pd.Index[float]:
     return pd.to_numeric(groups.str.partition(" ").get_level_values(0), errors="coerce")
 
 
-def _muon_step(folder: str, name: str) -> dict[str, float]:
-    """Return the seconds of a row of Muon by the sides' titles."""
-    (seconds,) = (row["seconds"] for row in record(f"{folder}/muon")["rows"] if row["name"] == name)
-    return {title: seconds[x] for x, title in _TEXTS["muon"].items() if x in seconds}
+def _muon_step(path: str, name: str) -> dict[str, float]:
+    """Return the seconds of a row of a record by the sides' titles."""
+    (found,) = (row["seconds"] for row in record(path)["rows"] if row["name"] == name)
+    return {title: found[x] for x, title in _TEXTS["muon_sides"].items() if x in found}
