@@ -171,20 +171,19 @@ def _summary(record: Record, ceilings: Ceilings) -> Iterator[str]:
         for side, wall in row.get("wall_seconds", {}).items() if row["seconds"][side] >= _LONG_CALL
     ]  # fmt: skip
     if clocks:
-        yield (
-            f"The host's clock over the profiler, of {len(clocks)} calls longer than "
-            f"{duration(_LONG_CALL)}: median {np.median(clocks):.3f}, at most {max(clocks):.3f}."
-        )
+        calls = f"{len(clocks)} calls longer than {duration(_LONG_CALL)}"
+        spread = f"median {np.median(clocks):.3f}, at most {max(clocks):.3f}"
+        yield f"The host's clock over the profiler, of {calls}: {spread}."
     if mhz := [row["sm_mhz"] for row in timed if "sm_mhz" in row]:
         yield f"SMs at {min(mhz)} to {max(mhz)} MHz."
     methods = Counter(row["method"] for row in timed if "method" in row)
     yield from (f"{count} rows: {method}." for method, count in methods.items())
-    for what, names in {
+    listed = {
         "The peer's result is wrong, so these do not count": wrong,
         "Of an earlier run, with other kernels or another JAX": outdated(record),
         "FAILED": [row["name"] for row in record["rows"] if "failure" in row],
-    }.items():
-        yield from [f"{what}: {', '.join(names)}."] if names else []
+    }
+    yield from (f"{what}: {', '.join(names)}." for what, names in listed.items() if names)
     for run_of in (*record.get("runs", ()), record):
         versions = run_of.get("versions", {})
         software = (f"{x} {versions[x]}" for x in ("jax", "python", "driver") if x in versions)

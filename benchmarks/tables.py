@@ -57,7 +57,7 @@ def with_tables(text: str) -> str:
 
 @functools.cache
 def record(path: str) -> Record:
-    """Return a record by its path in the folder of results, without the suffix."""
+    """Return a record by its path in the results, without the suffix."""
     return read(RESULTS / f"{path}.jsonl")
 
 
@@ -181,12 +181,11 @@ def speed() -> Iterator[str]:
 
 
 def start() -> Iterator[str]:
-    (step_of_two,) = _select(recorded(), "", "h200x2").ratio
     values = {
         **{name: _speed(pattern) for name, pattern in _TEXTS["start"]["ratios"].items()},
         **{side: tokens for side, (_, tokens, _) in _mixture().items()},
         "segments": _mean_and_slower(_select(recorded(), "drawn at random$", "h200").ratio),
-        "muon_of_two": _number(step_of_two),
+        "muon_of_two": _mean(_select(recorded(), "^`muon`", "h200x2").ratio),
         "products": _mean_and_slower(_select(drawn(), "^`matmul`", "h100").ratio),
     }
     cells = ([cell.format(**values) for cell in line] for line in _TEXTS["start"]["lines"])
@@ -245,8 +244,8 @@ def policy() -> Iterator[str]:
             unseen = model["unseen"]
             speeds = (f"{unseen[name]:.2f}" for name in ("over_xla", "over_best", "worst"))
             shares = (f"{unseen[name]:.0%}" for name in ("taken", "below_0.97"))
-            calls = f"{unseen['pairs']:,}"
-            cells.append((content["device"], operation, calls, *speeds, *shares))
+            head = (content["device"], operation, f"{unseen['pairs']:,}")
+            cells.append((*head, *speeds, *shares))
     heads = ("device", "operation", "calls", "over XLA", "over the best", "worst")
     return table((*heads, "kernels taken", f"below {SLOWER}"), cells, text=2)
 
@@ -347,12 +346,9 @@ def _overview() -> Iterator[tuple[str, pd.Series[float]]]:
     for title, (records, pattern) in _TEXTS["overview"].items():
         groups = found.label.loc[records].str.extract(pattern)[0]
         section = found.ratio.loc[records].set_axis(groups)
-        yield title, section.sort_index(key=_counts, kind="stable")
-
-
-def _counts(groups: pd.Index[str]) -> pd.Index[float]:
-    """Return the numbers that groups begin with, which are in ascending order."""
-    return pd.to_numeric(groups.str.partition(" ").get_level_values(0), errors="coerce")
+        # Groups with a count are in ascending order, others in that of the record.
+        count = lambda x: x.str.extract(r"^(\d+) groups", expand=False).astype(float)  # noqa: E731
+        yield title, section.sort_index(key=count, kind="stable")
 
 
 def _muon_step(path: str, name: str) -> dict[str, float]:
