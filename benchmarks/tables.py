@@ -212,6 +212,30 @@ def _mixture() -> dict[str, tuple[str, str, str]]:
     return {x: (title, *cells[x]) for x, title in _TEXTS["mixture"].items()}
 
 
+def story(name: str) -> Iterator[str]:
+    """Yield the recorded times of a story, with temporaries, and links to the records."""
+    texts = _TEXTS["stories"][name]
+    sides, records, cells = texts["sides"], {}, []
+    for path, row_name, title in texts["rows"]:
+        records[path] = record(path)
+        (row,) = (x for x in records[path]["rows"] if x["name"] == row_name)
+        ratio = row["ratio"].get("XLA")
+        times = (_time_and_temporaries(row, side) for side in sides)
+        cells.append((title, *times, _number(ratio) if ratio else "-"))
+    yield from table((texts["call"], *sides.values(), "speedup"), cells)
+    yield "\nTimes, with the memory of temporaries, from records:\n"
+    for path, found in records.items():
+        device = f"{found['device']}, jax {found['versions']['jax']}"
+        yield f"- [{device}](../../benchmarks/results/{path}.jsonl)"
+
+
+def _time_and_temporaries(row: Record, side: str) -> str:
+    if side not in row["seconds"]:
+        return str(row["failures"][side])
+    temporary = row["temporaries"][side]
+    return duration(row["seconds"][side]) + (f", {size(temporary)}" if temporary >= 1024 else "")
+
+
 def segments() -> Iterator[str]:
     """Yield a section of each recorded call of segments."""
     found = record("h100/segments")
@@ -318,8 +342,8 @@ def times(ladder: str) -> Iterator[str]:
 _TABLES: Mapping[str, Callable[..., Iterator[str]]] = {
     query.__name__: query
     for query in (
-        devices, fp8, ideas, mixture, operations, policy, random, segments, speed, start, tests,
-        times,
+        devices, fp8, ideas, mixture, operations, policy, random, segments, speed, start, story,
+        tests, times,
     )
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What the search finds: guides first, then the reference; no records, logs and sources."""
+"""What the search finds: guides and stories, then the reference; no records, logs, sources."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def search(uri: str) -> dict[str, Any]:
     """Return the metadata that Material's search reads."""
     if uri.startswith(_EXCLUDED):
         return {"exclude": True}
-    guide = "/" not in uri and uri not in _OF_DEVELOPERS
+    guide = uri.startswith("stories/") or ("/" not in uri and uri not in _OF_DEVELOPERS)
     return {"boost": 2 if guide else 1}
