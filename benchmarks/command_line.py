@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from benchmarks import (
+    first_calls,
     fit_policy,
     fp8,
     jax_kernel,
@@ -122,6 +123,7 @@ _COMMANDS: dict[str, Command] = {
     "out_of_core": out_of_core.COMMAND,
     **sharded.COMMANDS,
     "sharded_bytes": sharded_bytes,
+    "first_calls": first_calls.COMMAND,
     "latency": latency.COMMAND,
     "ladder": ladder,
     "regret": regret,

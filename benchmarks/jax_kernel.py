@@ -21,7 +21,7 @@ _STEP = 0.001
 _MAPS: dict[str, Callable[..., Any]] = {"ours": jtk.kernel, "XLA": jax.vmap}
 
 
-def _lorenz(steps: int, state: Any, parameters: Any, checkpoint: bool = False) -> Any:
+def lorenz(steps: int, state: Any, parameters: Any, checkpoint: bool = False) -> Any:
     """Return where a fourth-order Runge-Kutta method ends."""
 
     def velocity(s: Any) -> Any:
@@ -134,7 +134,7 @@ _program = functools.partial(Program, profiled=False)
 def _programs(_: argparse.Namespace) -> Iterator[Program]:
     tiny = jax.default_backend() == "cpu"
     steps = 10 if tiny else 1000
-    of_lorenz = functools.partial(_lorenz, steps)
+    of_lorenz = functools.partial(lorenz, steps)
 
     def forward(map_: Callable[..., Any]) -> Callable[..., Any]:
         mapped: Callable[..., Any] = map_(of_lorenz, in_axes=(0, None))

@@ -123,8 +123,8 @@ LAYERS: dict[str, Experts] = {
 }
 
 
-def _gradient(function: Experts) -> Experts:
-    """Return the gradient of the squares of a layer's results by all but the indices."""
+def gradient(function: Experts) -> Experts:
+    """Return the gradient of the squares of a layer's results by its first five arguments."""
 
     def loss(*args: Any) -> Any:
         return jnp.sum(function(*args).astype(np.float32) ** 2)
@@ -152,7 +152,7 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         given, few = functools.partial(operands, sizes), "decode" in name
         kinds = {"forward": layers}
         if not few:
-            kinds["forward and backward"] = {side: _gradient(f) for side, f in layers.items()}
+            kinds["forward and backward"] = {side: gradient(f) for side, f in layers.items()}
         for kind, sides in kinds.items():
             group = f"`moe` against its parts, {'decode' if few else kind}"
             yield Program(f"{name}, {kind}", given, sides, group=group, contexts=contexts)

@@ -236,6 +236,20 @@ def _time_and_temporaries(row: Record, side: str) -> str:
     return duration(row["seconds"][side]) + (f", {size(temporary)}" if temporary >= 1024 else "")
 
 
+def first() -> Iterator[str]:
+    """Yield a table of first calls for each device."""
+    for folder, title in _DEVICES.items():
+        path = f"{folder}/first_calls"
+        if (RESULTS / f"{path}.jsonl").exists():
+            heads = (f"[{title}](../benchmarks/results/{path}.jsonl)", *_TEXTS["first"].values())
+            cells = (
+                (row["name"], *(duration(row["seconds"][kind]) for kind in _TEXTS["first"]),
+                 duration(row["later_seconds"]["ours"]), str(row["compiled"]))
+                for row in record(path)["rows"]
+            )  # fmt: skip
+            yield from ("", *table((*heads, "ours, later calls", "CUDA kernels"), cells))
+
+
 def segments() -> Iterator[str]:
     """Yield a section of each recorded call of segments."""
     found = record("h100/segments")
@@ -342,8 +356,8 @@ def times(ladder: str) -> Iterator[str]:
 _TABLES: Mapping[str, Callable[..., Iterator[str]]] = {
     query.__name__: query
     for query in (
-        devices, fp8, ideas, mixture, operations, policy, random, segments, speed, start, story,
-        tests, times,
+        devices, first, fp8, ideas, mixture, operations, policy, random, segments, speed, start,
+        story, tests, times,
     )
 }  # fmt: skip
 
