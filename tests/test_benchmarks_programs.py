@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import fit_policy, moe, programs, record
+from benchmarks import first_calls, fit_policy, moe, programs, record
 from benchmarks.command_line import main
 from benchmarks.errors import BenchmarkError
 from benchmarks.sample import DrawnCall
@@ -143,3 +143,16 @@ def test_samples_of_descriptions_have_sizes_of_the_device(name, device):
         assert 0 < bytes_of_call <= most_bytes, call
         sizes.append(bytes_of_call)
     assert max(sizes) > 1e4, sizes
+
+
+def test_first_calls(tmp_path):
+    file = str(tmp_path / "first.json")
+    assert main(["first_calls", "--rows", "product*", "--rounds", "1", "--json", file]) == 0
+    (row,) = record.read(tmp_path / "first.json")["rows"]
+    assert set(row["seconds"]) == {"ours", "ours, warm", "XLA", "XLA, warm"}
+    assert 0 < row["later_seconds"]["XLA, warm"] < row["seconds"]["XLA"]
+
+
+def test_a_first_call_that_fails_is_an_error(tmp_path):
+    with pytest.raises(BenchmarkError, match=r"none: a process fails: ValueError: not enough"):
+        first_calls._fresh_process("none", "ours", tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _EXCLUDED = ("ladder.md", "performance/", "source/", "tuning-log.md")
-_OF_DEVELOPERS = ("add-an-operation.md", "design.md", "testing.md")
+_OF_DEVELOPERS = ("CONTRIBUTING.md", "add-an-operation.md", "design.md", "testing.md")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
