@@ -237,17 +237,20 @@ def _time_and_temporaries(row: Record, side: str) -> str:
 
 
 def first() -> Iterator[str]:
-    """Yield a table of first calls for each device."""
-    for folder, title in _DEVICES.items():
-        path = f"{folder}/first_calls"
-        if (RESULTS / f"{path}.jsonl").exists():
-            heads = (f"[{title}](../benchmarks/results/{path}.jsonl)", *_TEXTS["first"].values())
-            cells = (
-                (row["name"], *(duration(row["seconds"][kind]) for kind in _TEXTS["first"]),
-                 duration(row["later_seconds"]["ours"]), str(row["compiled"]))
-                for row in record(path)["rows"]
-            )  # fmt: skip
-            yield from ("", *table((*heads, "ours, later calls", "CUDA kernels"), cells))
+    """Yield a table of first calls for each device that has a record."""
+    paths = {f"{folder}/first_calls": title for folder, title in _DEVICES.items()}
+    recorded = [path for path in paths if (RESULTS / f"{path}.jsonl").exists()]
+    if not recorded:
+        yield "No device has a record. `python -m benchmarks first_calls` measures yours."
+    for path in recorded:
+        title = f"[{paths[path]}](../benchmarks/results/{path}.jsonl)"
+        cells = (
+            (row["name"], *(duration(row["seconds"][kind]) for kind in _TEXTS["first"]),
+             duration(row["later_seconds"]["ours"]), str(row["compiled"]))
+            for row in record(path)["rows"]
+        )  # fmt: skip
+        heads = (title, *_TEXTS["first"].values(), "ours, later calls", "CUDA kernels")
+        yield from ("", *table(heads, cells))
 
 
 def segments() -> Iterator[str]:
