@@ -239,10 +239,10 @@ def _time_and_temporaries(row: Record, side: str) -> str:
 def first() -> Iterator[str]:
     """Yield a table of first calls for each device that has a record."""
     paths = {f"{folder}/first_calls": title for folder, title in _DEVICES.items()}
-    recorded = [path for path in paths if (RESULTS / f"{path}.jsonl").exists()]
-    if not recorded:
+    found = [path for path in paths if (RESULTS / f"{path}.jsonl").exists()]
+    if not found:
         yield "No device has a record. `python -m benchmarks first_calls` measures yours."
-    for path in recorded:
+    for path in found:
         title = f"[{paths[path]}](../benchmarks/results/{path}.jsonl)"
         cells = (
             (row["name"], *(duration(row["seconds"][kind]) for kind in _TEXTS["first"]),
