@@ -1,7 +1,10 @@
 """Fits what the policy knows of a device to measured calls, and reports its error on unseen ones.
 
     python -m benchmarks fit_policy DEVICE RECORD... [--times FILE] [--json FILE]
+    python -m benchmarks fit_policy DEVICE --measure FOLDER [--minutes 30] [--json FILE]
 
+The second form draws calls of every operation, times them on this machine, and writes the records
+to the folder first.
 Every call is predicted by models that were fitted without it, five times a fifth of the calls. The
 margin is chosen, and the error reported, on these predictions. The file has models of all calls.
 """
@@ -11,6 +14,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,18 +33,35 @@ from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.ops import planned_kernel
 from jax_tilekern.plans.cpu import Cpu
-from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu
+from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.policy import PolicyChoice, choice
 from jax_tilekern.plans.policy.choice import Device, base_microseconds
-from jax_tilekern.plans.policy.model import FILES, FORMAT, DeviceModel, Forest, model_of
-from jax_tilekern.plans.policy.workload import Workload, candidate_numbers
+from jax_tilekern.plans.policy.model import FORMAT, DeviceModel, Forest, model_of
+from jax_tilekern.plans.policy.workload import Workload, call_workload, candidate_numbers
 from jax_tilekern.plans.tuned import XLA
+from jax_tilekern.primitives.operation import define
 
 HELP = "fit the policy's predictions for a device to measured calls"
 
+# The sort that reductions read, which XLA drops where a kernel reads none.
+_SORT = "tilekern_order_by_key"
+# Primitives whose planners state the workloads of what they choose.
+_STATED = {
+    f"tilekern_{name}" for name in ("contract", "contract_complex", "sum", "transpose", "add")
+}
 # Instead of a candidate's key: the one that the planner ranks first.
 _FIRST = "first"
 _Array = np.ndarray[Any, np.dtype[Any]]
+# The commands that time calls on a GPU, and their shares of the time. ``regret`` times several
+# candidates of a product.
+_ON_GPUS = {
+    "regret matmul --sample 400": 0.3,
+    "regret decode --sample 150": 0.12,
+    "regret matvec --sample 60": 0.05,
+    "regret vdot --sample 60": 0.05,
+    "sample --count 200 --policy kernels": 0.48,
+}
+_ON_CPUS = {"sample --count 200 --policy kernels": 1.0}
 _FOLDS = 5
 # Boosting's trees, their depth, and the share of its fit that each adds: for many times, for few,
 # and for errors.
@@ -56,8 +78,11 @@ _SLOW, _SLOW_SHARE = 0.97, 0.03
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.add_argument("device", choices=FILES)
-    parser.add_argument("records", metavar="RECORD", nargs="+", type=Path)
+    parser.add_argument("device", help="the name of a GPU, or a CPU's, as doctor prints it")
+    parser.add_argument("records", metavar="RECORD", nargs="*", type=Path)
+    parser.add_argument("--measure", metavar="FOLDER", type=Path, help="time calls here first")
+    parser.add_argument("--minutes", type=float, default=30, help="to time calls (%(default)s)")
+    parser.add_argument("--seed", type=int, default=70, help="of these calls; even ones are to fit")
     parser.add_argument(
         "--times", metavar="FILE", type=output_file, help="write the calls of all records here"
     )
@@ -65,11 +90,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    times = read_times(arguments.records)
+    records = list(arguments.records)
+    if arguments.measure is not None:
+        commands = _ON_CPUS if arguments.device.startswith("CPU") else _ON_GPUS
+        for command, share in commands.items():
+            record = arguments.measure / f"{command.partition(' --')[0].replace(' ', '-')}.jsonl"
+            limits = ["--seed", arguments.seed, "--minutes", share * arguments.minutes]
+            # A process takes most of a GPU's memory.
+            words = [sys.executable, "-m", "benchmarks", *command.split(), *limits]
+            subprocess.run(list(map(str, [*words, "--json", record])), check=False)
+            records += [record] if record.exists() else []
+    times = read_times(records)
     if arguments.times is not None:
         rows = [_line(x) for x in times]
         write(arguments.times, {"rows": rows})
-    device_of = next((x for x in KNOWN_GPUS if x.name == arguments.device), Cpu(""))
+    device_of = _device(arguments.device)
     found = (measured_call(call, device_of) for call in times)
     calls = [call for call in found if call is not None]
     if not calls:
@@ -96,6 +131,28 @@ def run(arguments: argparse.Namespace) -> int:
         }
         write_json(arguments.json, content)
     return 0
+
+
+def _device(name: str) -> Device:
+    """Return the device that calls are lowered for.
+
+    Raises
+    ------
+    BenchmarkError
+        If it is no CPU, no GPU that is known and none of this machine's.
+    """
+    if name.startswith("CPU"):
+        return Cpu("")
+    known = next((x for x in KNOWN_GPUS if x.name == name), None)
+    if known is not None:
+        return known
+    try:
+        found = current_gpu()
+    except NoGpu as error:
+        raise BenchmarkError(f"{name!r} is not known here, and {error}") from error
+    if found.name != name:
+        raise BenchmarkError(f"this machine has {found.name!r}, not {name!r}")
+    return found
 
 
 # Calls, as records have them and as the policy sees them.
@@ -215,22 +272,32 @@ class MeasuredCall(NamedTuple):
 
 def measured_call(call: CallTimes, device: Device) -> MeasuredCall | None:
     """Lower a call for the device; return what its planner asks the policy, if it asks once."""
+    # What planners ask, and the calls of primitives whose planners ask nothing.
     asked: list[tuple[Workload, Sequence[Any]]] = []
+    calls: list[tuple[Workload, Sequence[Any]]] = []
 
     def choose(workload: Workload, candidates: Sequence[Any], *_: Any) -> PolicyChoice[Any]:
         asked.append((workload, candidates))
         return PolicyChoice(None, "only the question is wanted")
 
+    def choose_kernel(_: str, *call: Any) -> None:
+        calls.append((call_workload(*call), ["kernel"]))
+
     row, on_gpu = call.row, isinstance(device, Gpu)
     with ExitStack() as stack:
         for module in (choice, planned_kernel):
             stack.enter_context(mock.patch.object(module, "choose", choose))
+        stack.enter_context(mock.patch(f"{define.__module__}.choose_kernel", choose_kernel))
         if isinstance(device, Gpu):
             stack.enter_context(gpu_target(device))
         stack.enter_context(row.types_enabled())
         function = jitted(row, OURS) if isinstance(row, Row) else jax.jit(row.function(OURS))
         traced = function.trace(*row.structs)
         traced.lower(lowering_platforms=("cuda" if on_gpu else "cpu",))
+    calls = [x for x in calls if x[0].operation != _SORT] or calls
+    primitives = {x.operation for x, _ in calls}
+    if not asked and len(primitives) == 1 and not primitives & _STATED:
+        asked = calls[:1]
     if len(asked) != 1:
         return None
     ((workload, candidates),) = asked

@@ -107,42 +107,63 @@ class Program:
     margin: float = math.inf
 
 
-def measured(program: Program, seconds: float) -> Record:
-    """Return the row of a program: times, errors and temporaries of each side.
+@dataclass
+class CompiledProgram:
+    """A program's arguments and compiled sides, and why others did not compile."""
 
-    A side other than ours that fails or does not fit into memory is left out; the row has the
-    reason. Where that is the peer, ours is compared with another side.
-    """
+    program: Program
+    arguments: Arrays
+    sides: dict[str, Any]
+    kernels: dict[str, list[str]]
+    failures: dict[str, str]
+
+
+def compiled(program: Program) -> CompiledProgram:
+    """Compile the sides of a program. One other than ours that fails is left out."""
     with jax.enable_x64(program.wide):
-        arguments = program.arguments()
-        compiled: dict[str, Any] = {}
-        failures: dict[str, str] = {}
-        results: dict[str, Any] = {}
-        kernels: dict[str, list[str]] = {}
+        found = CompiledProgram(program, program.arguments(), {}, {}, {})
         for name, side in program.sides.items():
             try:
                 with program.contexts.get(name, nullcontext)():
                     # Sides of one function differ in their contexts.
                     traced = jax.jit(lambda *args, side=side: side(*args))
-                    program_of_side = traced.lower(*arguments).compile()
+                    found.sides[name] = traced.lower(*found.arguments).compile()
                     if name == "ours" or name in program.contexts:
-                        kernels[name] = [
+                        found.kernels[name] = [
                             f"{choice.kernel or '-'} {choice.reason}".strip()
-                            for choice in jtk.explain(side, *arguments)
+                            for choice in jtk.explain(side, *found.arguments)
                         ]
-                check_memory(program_of_side)
-                results[name] = jax.block_until_ready(program_of_side(*arguments))
+            except Exception as error:
+                if name == "ours":
+                    raise
+                found.failures[name] = failure_of(error)
+    return found
+
+
+def measured(program: Program | CompiledProgram, seconds: float) -> Record:
+    """Return the row of a program: times, errors and temporaries of each side.
+
+    A side other than ours that fails or does not fit into memory is left out; the row has the
+    reason. Where that is the peer, ours is compared with another side.
+    """
+    found = compiled(program) if isinstance(program, Program) else program
+    program, arguments, failures = found.program, found.arguments, found.failures
+    with jax.enable_x64(program.wide):
+        results: dict[str, Any] = {}
+        for name, side in found.sides.items():
+            try:
+                check_memory(side)
+                results[name] = jax.block_until_ready(side(*arguments))
             except Exception as error:
                 if name == "ours":
                     raise
                 failures[name] = failure_of(error)
-            else:
-                compiled[name] = program_of_side
+        sides = {name: found.sides[name] for name in results}
         peers = [name for name in (program.peer, *program.sides) if name in results]
         peer = next((name for name in peers if name != "ours"), None)
         errors = program.errors(arguments, results) if peer else {}
         del results
-        of_ours = kernels.pop("ours")
+        of_ours = found.kernels["ours"]
         row = {
             "name": program.name,
             **({"group": program.group} if program.group else {}),
@@ -151,17 +172,19 @@ def measured(program: Program, seconds: float) -> Record:
         }
         if peer and errors.get("ours", 0) > program.margin * errors.get(peer, 0) + _ROUNDING:
             return row | {"failure": f"error {errors['ours']:.1e}, {peer}'s {errors[peer]:.1e}"}
-        runs = {name: functools.partial(side, *arguments) for name, side in compiled.items()}
+        runs = {name: functools.partial(side, *arguments) for name, side in sides.items()}
         times = times_of_sides(runs, seconds, program.profiled).fields()
     more = {
         "failures": failures,
-        "kernels_of_sides": {side: x for side, x in kernels.items() if x != of_ours},
+        "kernels_of_sides": {
+            side: x for side, x in found.kernels.items() if side in sides and x != of_ours
+        },
     }
     return row | {
         "seconds": times["seconds"],
         "ratio": {peer: times["ratio"][peer]} if peer else {},
         "method": times["method"],
-        "temporaries": {name: temporary_bytes(side) for name, side in compiled.items()},
+        "temporaries": {name: temporary_bytes(side) for name, side in sides.items()},
         **{key: value for key, value in more.items() if value},
     }
 

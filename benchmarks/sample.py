@@ -11,10 +11,14 @@ writes it. A row's ``draw`` has the description, seed, index and device that dra
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import math
+import os
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +33,16 @@ from benchmarks.catalog.call import Call, Operand
 from benchmarks.catalog.draw import Draw
 from benchmarks.catalog.oracles import PEERS
 from benchmarks.errors import BenchmarkError
-from benchmarks.programs import Arrays, Errors, Program, RowsCommand, measured, on_gpu
+from benchmarks.programs import (
+    Arrays,
+    CompiledProgram,
+    Errors,
+    Program,
+    RowsCommand,
+    compiled,
+    measured,
+    on_gpu,
+)
 from benchmarks.record import Record
 from benchmarks.samples import LIMITS
 
@@ -37,6 +50,7 @@ from benchmarks.samples import LIMITS
 _SCALES = {"cpu": 64, "gpu": 4096}
 _MEASURED = tuple(name for name, x in DESCRIPTIONS.items() if not x.on_host)
 _ATTEMPTS = 1000
+_CALLS_AT_A_TIME = 16
 
 
 @dataclass(frozen=True)
@@ -146,24 +160,36 @@ def _errors(_: Arrays, results: Mapping[str, Any]) -> Errors:
 
 def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
     device = "gpu" if on_gpu() else "cpu"
-    policy = functools.partial(jtk.policy, arguments.policy)
-    for name in arguments.operations:
-        for index in range(arguments.count):
-            drawn = DrawnCall(name, arguments.seed, index, device)
-            program = Program(
-                drawn.name, drawn.operands,
-                {"ours": drawn.function(jtk), "XLA": drawn.function(PEERS)},
-                _errors, group=f"`{name}`", wide=_has_64_bits(drawn.call),
-                contexts={"ours": policy},
-            )  # fmt: skip
-            draw = {"draw": [name, arguments.seed, index, device]}
-            yield measured(program, arguments.seconds) | draw
+    end = time.monotonic() + 60 * arguments.minutes
+    names = [(name, index) for index in range(arguments.count) for name in arguments.operations]
+    calls = [DrawnCall(name, arguments.seed, index, device) for name, index in names]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for start in range(0, len(calls), _CALLS_AT_A_TIME):
+            chunk = calls[start : start + _CALLS_AT_A_TIME]
+            if time.monotonic() > end:
+                return
+            # NVRTC and XLA compile without the interpreter's lock.
+            compiling = functools.partial(_compiled, arguments.policy)
+            for call, program in zip(chunk, pool.map(compiling, chunk), strict=True):
+                draw = {"draw": list(dataclasses.astuple(call))}
+                yield measured(program, arguments.seconds) | draw
+
+
+def _compiled(policy: str, call: DrawnCall) -> CompiledProgram:
+    return compiled(
+        Program(
+            call.name, call.operands, {"ours": call.function(jtk), "XLA": call.function(PEERS)},
+            _errors, group=f"`{call.description}`", wide=_has_64_bits(call.call),
+            contexts={"ours": functools.partial(jtk.policy, policy)},
+        )
+    )  # fmt: skip
 
 
 COMMAND = RowsCommand(
     "time random calls of any operation against plain JAX", _rows, 0.1,
     operations={"nargs": "+", "choices": _MEASURED, "default": _MEASURED, "metavar": "NAME"},
     count={"type": int, "default": 10, "help": "calls of an operation (%(default)s)"},
+    minutes={"type": float, "default": math.inf, "help": "begin no calls after this time"},
     seed={"type": int, "default": 0, "help": "even ones are for fitting, odd ones for reporting"},
     policy={"choices": ("auto", "kernels"), "default": "auto", "help": "of the library"},
 )  # fmt: skip

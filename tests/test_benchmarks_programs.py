@@ -132,8 +132,16 @@ def test_samples_of_descriptions_are_measured_and_fitted(tmp_path):
         fit_policy.read_times([path])
 
 
+def test_calls_of_primitives_are_fitted():
+    row = DrawnCall("segment_sum", 3, 0, "cpu")
+    times = {"xla": 2.0, "first": 1.0}
+    call = fit_policy.measured_call(fit_policy.CallTimes(row.name, row, times), Cpu(""))
+    assert call.workload.operation == "tilekern_segment_reduce"
+    assert (call.xla, call.ours) == (2.0, {0: 1.0})
+
+
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize("name", ["matmul", "linalg.inv", "segment_sum", "take", "bincount"])
+@pytest.mark.parametrize("name", ["matmul", "linalg.inv", "quantize", "segment_sum", "take", "bincount"])
 def test_samples_of_descriptions_have_sizes_of_the_device(name, device):
     most_bytes, _ = LIMITS[device]
     sizes = []

@@ -207,11 +207,14 @@ def _top_k(x: Any, k: int, *, axis: int) -> Any:
 
 
 def _quantize(x: Any) -> Any:
-    """Rows of at most 128 elements, each with one scale."""
-    wide = x.astype(np.float32)
-    scales = abs(wide).max(-1, keepdims=True, initial=0) * np.float32(1 / 448)
+    """Blocks of 128 elements of a row, each with one scale."""
+    columns, blocks = x.shape[-1], -(-x.shape[-1] // 128)
+    unused = [(0, 0)] * (x.ndim - 1) + [(0, 128 * blocks - columns)]
+    wide = jnp.pad(x.astype(np.float32), unused).reshape(*x.shape[:-1], blocks, 128)
+    scales = abs(wide).max(-1) * np.float32(1 / 448)
     scales = jnp.where(scales < 2.0**-98, 1, scales)
-    return (wide * (1 / scales)).astype(F8E4), scales
+    values = (wide * (1 / scales[..., None])).astype(F8E4)
+    return values.reshape(*x.shape[:-1], 128 * blocks)[..., :columns], scales
 
 
 def _row_quantize(y: Any) -> Any:

@@ -191,6 +191,12 @@ class Verdict(NamedTuple):
 
 
 _ASKED = Verdict(True, 'jax_tilekern.policy("kernels")')
+_DOT = Verdict(False, "2x2 matrices are four reads for one of a vector in a dot product")
+
+
+def _is_dot(product: ComplexProduct) -> bool:
+    return (product.real.geometry.m, product.real.geometry.n) == (1, 2)
+
 
 # Multiply-adds for each number that is copied from which the real product is faster on CPUs, also
 # where there are so many bytes of copies that they are in new memory, whose pages are cleared.
@@ -200,6 +206,8 @@ _NEW_MEMORY = 16 << 20
 
 def verdict_on_cpu(product: ComplexProduct) -> Verdict:
     """Return what computes a complex product on a CPU, where XLA multiplies them slowly."""
+    if _is_dot(product):
+        return _DOT
     if current_policy() == "kernels":
         return _ASKED
     work = product_workload(product.real)
@@ -219,8 +227,8 @@ _MARGIN = 1.25
 
 def verdict_on_gpu(product: ComplexProduct, gpu: Gpu) -> Verdict:
     """Return what computes a complex product on a GPU."""
-    if (product.real.geometry.m, product.real.geometry.n) == (1, 2):
-        return Verdict(False, "2x2 matrices are four reads for one of a vector in a dot product")
+    if _is_dot(product):
+        return _DOT
     if current_policy() == "kernels":
         return _ASKED
     real, work = product.real, product_workload(product.real)

@@ -5,7 +5,15 @@ own operation. The models of devices are data, one file a device in ``data/``:
 ``python -m benchmarks fit_policy`` fits them to measured calls.
 """
 
-from jax_tilekern.plans.policy.choice import PolicyChoice, choose, plan_choice
+from jax_tilekern.plans.policy.choice import PolicyChoice, choose, choose_kernel, plan_choice
 from jax_tilekern.plans.policy.setting import current_policy, policy, why_excluded
 
-__all__ = ["PolicyChoice", "choose", "current_policy", "plan_choice", "policy", "why_excluded"]
+__all__ = [
+    "PolicyChoice",
+    "choose",
+    "choose_kernel",
+    "current_policy",
+    "plan_choice",
+    "policy",
+    "why_excluded",
+]
