@@ -125,7 +125,7 @@ def _fresh_process(name: str, side: str, caches: Path) -> dict[str, float]:
         "JAX_COMPILATION_CACHE_DIR": str(caches / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "XLA_FLAGS": _AUTOTUNED.sub("", os.environ.get("XLA_FLAGS", "")),
+        "XLA_FLAGS": _AUTOTUNED.sub("", os.environ.get("XLA_FLAGS", "")).strip(),
     }
     finished = subprocess.run(
         [sys.executable, "-m", "benchmarks.first_calls", name, side],

@@ -153,7 +153,8 @@ def test_samples_of_descriptions_have_sizes_of_the_device(name, device):
     assert max(sizes) > 1e4, sizes
 
 
-def test_first_calls(tmp_path):
+def test_first_calls(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
     file = str(tmp_path / "first.json")
     assert main(["first_calls", "--rows", "product*", "--rounds", "1", "--json", file]) == 0
     (row,) = record.read(tmp_path / "first.json")["rows"]
