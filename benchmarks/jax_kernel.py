@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -112,6 +113,18 @@ def _with_kernel(function: Callable[[Callable[..., Any]], Callable[..., Any]]) -
     return {**_sides(function), "kernel": function(jtk.kernel)}
 
 
+_THREADS = {f"{n} threads": n for n in (1, 32, 64, 128)}
+# ``explain`` is recorded for the sides of contexts.
+_WITH_THREADS = dict.fromkeys(_THREADS, nullcontext)
+
+
+def _with_threads(function: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
+    by_threads = {
+        name: function(functools.partial(jtk.kernel, threads=n)) for name, n in _THREADS.items()
+    }
+    return {**_sides(function), **by_threads}
+
+
 def _differences_of_means(_: Any, results: Any) -> dict[str, float]:
     means = {side: np.asarray(x, np.float64).mean((0, 1)) for side, x in results.items()}
     return relative(means, means["XLA"])
@@ -184,8 +197,8 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     yield _program(
         f"HMC of {rows} x 8 data, {draws} steps of {chains}",
         model,
-        _with_kernel(lambda map_: map_(functools.partial(_hmc, draws), in_axes=(None, None, 0))),
-        contexts=_ONE_KERNEL,
+        _with_threads(lambda map_: map_(functools.partial(_hmc, draws), in_axes=(None, None, 0))),
+        contexts=_WITH_THREADS,
         # Chains that differ by roundings part; their means do not.
         errors=_differences_of_means,
         group=_WITH_ARRAYS,

@@ -37,22 +37,28 @@ class Emulated:
         The functions as jaxprs, by name.
     lock
         A file that processes lock which would build the same program.
+    threads
+        How many threads evaluate a lane.
+    backwards
+        Whether threads get their turns in the opposite order.
     """
 
-    def __init__(self, traced, lock):
-        self._traced = traced
+    def __init__(self, traced, lock, threads=1, *, backwards=False):
+        self._traced, self._threads, self.backwards = traced, threads, backwards
         kernels = {}
         for closed in traced.values():
-            for kernel in _kernels(closed.jaxpr):
+            for kernel in self._kernels(closed.jaxpr):
                 kernels.setdefault(kernel.text, kernel)
         self._numbers = {text: i for i, text in enumerate(kernels)}
-        include = '#include "lanes.cuh"\n'
+        self._of_cta = THREADS if threads == 1 else threads
+        include = '#include "lanes.cuh"\n' if threads == 1 else '#include "lane_groups.cuh"\n'
         text = include + "\n".join(
             re.sub(rf"\b{kernel.function}\(", f"lanes_{i}(", kernel.text.replace(include, ""))
             for i, kernel in enumerate(kernels.values())
         )
         self._requests = [
-            Request(Source(text), f"tilekern::lanes_{i}<{THREADS}>") for i in range(len(kernels))
+            Request(Source(text), f"tilekern::lanes_{i}<{self._of_cta}>")
+            for i in range(len(kernels))
         ]
         with FileLock(lock):
             emulated_plans.build(self._requests, *OPTIONS)
@@ -81,15 +87,15 @@ class Emulated:
         return [value(x) for x in jaxpr.outvars]
 
     def _run(self, eqn, operands):
-        kernel = write_kernel([x.aval for x in eqn.invars], **parameters(eqn))
+        kernel = self._kernel(eqn)
         outputs = [(x.aval.shape, x.aval.dtype) for x in eqn.outvars]
         request = self._requests[self._numbers[kernel.text]]
         launch = SimpleNamespace(
             entry=SimpleNamespace(name=request.name, cubin=b""),
-            grid=(math.ceil(kernel.lanes / THREADS), 1, 1),
-            block=(THREADS, 1, 1),
+            grid=(math.ceil(kernel.lanes * self._threads / self._of_cta), 1, 1),
+            block=(self._of_cta, 1, 1),
             cluster=(1, 1, 1),
-            shared_memory_bytes=0,
+            shared_memory_bytes=kernel.shared_bytes,
             repeats=(),
             parameters=[*map(Buffer, range(len(operands) + len(outputs) + 1))],
         )
@@ -97,13 +103,16 @@ class Emulated:
         plan = SimpleNamespace(name=request.name, launches=(launch,), workspace_bytes=(workspace,))
         return emulated_plans.run_plan(
             plan, {(request.name, b""): request}, operands, outputs, options=OPTIONS,
-            requests=self._requests,
+            requests=self._requests, backwards=self.backwards,
         )  # fmt: skip
 
+    def _kernel(self, eqn):
+        avals = [x.aval for x in eqn.invars]
+        return write_kernel(avals, group=self._threads > 1, **parameters(eqn))
 
-def _kernels(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "tilekern_lanes":
-            yield write_kernel([x.aval for x in eqn.invars], **parameters(eqn))
-        elif eqn.primitive.name in ("jit", "pjit"):
-            yield from _kernels(eqn.params["jaxpr"].jaxpr)
+    def _kernels(self, jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "tilekern_lanes":
+                yield self._kernel(eqn)
+            elif eqn.primitive.name in ("jit", "pjit"):
+                yield from self._kernels(eqn.params["jaxpr"].jaxpr)

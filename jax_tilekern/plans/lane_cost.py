@@ -3,6 +3,9 @@
 The numbers are fitted to recorded wall times, of which none is held out (docs/tuning-log.md). The
 ratio of both sides is off by a factor of 3 as a rule and of 14 at worst, and right about which one
 is faster. They tell loops over a few numbers from passes over arrays.
+
+The time of a group of threads is modelled, not measured: instructions of shared loops are divided
+among its threads, and latencies are those of published microbenchmarks.
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ _INSTRUCTION, _ACCESS = 1.0, 100.0
 # Cycles of an SM for an access of a warp, and schedulers of an SM.
 _WARP_ACCESS, _SCHEDULERS = 3.2, 4
 _WARP = 32
+# The same for a group, whose arrays are in shared memory or the L1 cache: about 30 and 40 cycles
+# on Hopper (Luo et al. 2024, arXiv:2402.13499), of which loops have four in flight. A reduction has
+# six shuffles of about 25 cycles, one after another.
+_GROUP_ACCESS, _REDUCTION, _BARRIER = 10.0, 200.0, 30.0
+# CTAs that an SM has at a time (CUDA Programming Guide), and threads that their registers allow.
+_CTAS, _RESIDENT_THREADS = 32, 1024
 # The share of the bandwidth that kernels of lanes reach, which load and store single elements.
 _SHARE_OF_BANDWIDTH = 0.45
 _LAUNCH = 3.0
@@ -28,13 +37,15 @@ _XLA_KERNEL, _XLA_CONDITION = 2.4, 14.0
 
 @dataclass(frozen=True)
 class LaneWork:
-    """What a function does: by each lane in one kernel, and by XLA for all lanes.
+    """What a function does: by each thread of one kernel, and by XLA for all lanes.
 
     Numbers count the steps of loops. A ``while`` loop has a nominal number.
     """
 
-    instructions: float = 0  # of a lane, on values in registers
-    accesses: float = 0  # of a lane, to arrays in memory inside the function
+    instructions: float = 0  # of a thread, on values in registers
+    accesses: float = 0  # of a thread, to arrays in memory inside the function
+    reductions: float = 0  # of values of all threads of a group
+    barriers: float = 0  # of a group
     bytes: float = 0  # of operands and results of all lanes
     xla_kernels: float = 0
     xla_conditions: float = 0  # of ``while`` loops, each step of which has one
@@ -50,12 +61,30 @@ class LaneWork:
     def _numbers(self) -> tuple[float, ...]:
         return dataclasses.astuple(self)
 
-    def kernel_us(self, lanes: int, gpu: Gpu) -> float:
+    def kernel_us(self, lanes: int, gpu: Gpu, threads: int = 1) -> float:
+        """Return the time of a kernel in which so many threads evaluate a lane."""
+        if threads > 1:
+            return self._group_us(lanes, gpu, threads)
         of_thread = self.instructions * _INSTRUCTION + self.accesses * _ACCESS
         warps = math.ceil(lanes / _WARP / gpu.sm_count)
         of_sm = warps * (self.instructions / _SCHEDULERS + self.accesses * _WARP_ACCESS)
         bandwidth = gpu.rates.memory_bandwidth * _SHARE_OF_BANDWIDTH
         cycles = max(of_thread, of_sm, self.bytes / bandwidth)
+        return _LAUNCH + cycles / gpu.rates.cycles_per_microsecond
+
+    def _group_us(self, lanes: int, gpu: Gpu, threads: int) -> float:
+        ctas = math.ceil(lanes / gpu.sm_count)
+        waves = math.ceil(ctas / min(_CTAS, max(1, _RESIDENT_THREADS // threads)))
+        of_thread = (
+            self.instructions * _INSTRUCTION
+            + self.accesses * _GROUP_ACCESS
+            + self.reductions * _REDUCTION
+            + self.barriers * _BARRIER
+        )
+        warps = ctas * threads // _WARP
+        of_sm = warps * (self.instructions / _SCHEDULERS + self.accesses * _WARP_ACCESS)
+        bandwidth = gpu.rates.memory_bandwidth * _SHARE_OF_BANDWIDTH
+        cycles = max(waves * of_thread, of_sm, self.bytes / bandwidth)
         return _LAUNCH + cycles / gpu.rates.cycles_per_microsecond
 
     def xla_us(self, gpu: Gpu) -> float:

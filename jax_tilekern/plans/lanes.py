@@ -1,4 +1,7 @@
-"""The launch plan of a function that each thread evaluates for one lane (``lanes.cuh``)."""
+"""The launch plan of a function that each thread, or each CTA, evaluates for one lane.
+
+The device code is ``lanes.cuh`` and ``lane_groups.cuh``.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,11 @@ _THREADS = (128, 64, 32)
 _CTAS_PER_SM = 2
 
 
+# Threads that may evaluate a lane together, among which the plan chooses; ``threads=`` may ask for
+# others.
+GROUPS = (32, 128)
+
+
 @dataclass(frozen=True)
 class LaneKernel:
     """The text of a kernel of lanes."""
@@ -32,47 +40,73 @@ class LaneKernel:
     lanes: int
     alignments: tuple[int, ...]  # of the addresses of operands and results
     workspace_bytes: int  # Size of the arrays that are too long for a thread's own memory.
-    work: LaneWork
+    # By the threads that evaluate a lane, in order: one, or those of a group, which is a CTA.
+    work: tuple[tuple[int, LaneWork], ...]
+    shared_bytes: int = 0  # of a group
 
     def kernel(self, threads: int) -> Kernel:
         source = Source(self.text, f"{self.function}.cu")
         return Kernel(source, f"tilekern::{self.function}<{threads}>")
 
 
-def plan_lanes(lanes: LaneKernel, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan a kernel, unless ``vmap`` is predicted to be faster."""
-    work = lanes.work
-    ours, xla = work.kernel_us(lanes.lanes, gpu), work.xla_us(gpu)
-    # Loops of unknown length take as many steps on both sides: their times are no predictions.
-    told = NOT_PREDICTED if work.xla_conditions else PredictedUs(ours, xla)
-    if xla < ours and current_policy() != "kernels":
-        why = "vmap is predicted to be faster"
-        if work.accesses:
-            why += "; a thread reads arrays of more than 64 elements from memory, one by one"
-        return NoKernel(why, told)
-    wanted = _CTAS_PER_SM * gpu.sm_count
-    threads = next((x for x in _THREADS if lanes.lanes >= wanted * x), _THREADS[-1])
-    kernel = lanes.kernel(threads)
-    entry = compile_kernels(kernel, arch=gpu.arch).entry(kernel.name)
-    buffers = len(lanes.alignments)
-    ctas = math.ceil(lanes.lanes / threads)
-    workspace = max(1, lanes.workspace_bytes)
+def plan_lanes(
+    alone: LaneKernel, group: LaneKernel | None, asked: int | None, gpu: Gpu
+) -> LaunchPlan | NoKernel:
+    """Plan a kernel, unless ``vmap`` is predicted to be faster.
+
+    ``asked`` is the number of threads of a lane that the caller asks for.
+    """
+    ((_, work),) = alone.work
+    kernels = [alone] if group is None else [alone, group]
+    if asked is None:
+        times = {
+            threads: (x.kernel_us(alone.lanes, gpu, threads), kernel)
+            for kernel in kernels
+            for threads, x in kernel.work
+        }
+        threads = min(times, key=lambda n: times[n][0])
+        ours, kernel = times[threads]
+        xla = work.xla_us(gpu)
+        # Loops of unknown length take as many steps on both sides: their times are no predictions.
+        told = NOT_PREDICTED if work.xla_conditions else PredictedUs(ours, xla)
+        if xla < ours and current_policy() != "kernels":
+            why = "vmap is predicted to be faster"
+            if work.accesses and threads == 1:
+                why += "; a thread reads arrays of more than 64 elements from memory, one by one"
+            return NoKernel(why, told)
+    else:
+        threads, kernel, told = asked, kernels[-1], NOT_PREDICTED
+    return _launched(kernel, threads, gpu, told)
+
+
+def _launched(kernel: LaneKernel, threads: int, gpu: Gpu, told: PredictedUs) -> LaunchPlan:
+    lanes, of_cta, of_lane = kernel.lanes, threads, f" of {threads} threads each"
+    if threads == 1:
+        wanted = _CTAS_PER_SM * gpu.sm_count
+        of_cta = next((x for x in _THREADS if lanes >= wanted * x), _THREADS[-1])
+    ctas = lanes if threads > 1 else math.ceil(lanes / of_cta)
+    compiled = kernel.kernel(of_cta)
+    entry = compile_kernels(compiled, arch=gpu.arch).entry(compiled.name)
     launch = Launch(
         entry=entry,
         grid=(ctas, 1, 1),
-        block=(threads, 1, 1),
-        parameters=tuple(map(Buffer, range(buffers + 1))),
+        block=(of_cta, 1, 1),
+        parameters=tuple(map(Buffer, range(len(kernel.alignments) + 1))),
+        shared_memory_bytes=kernel.shared_bytes,
     )
+    memory = {"workspace": kernel.workspace_bytes, "shared memory": kernel.shared_bytes}
     return LaunchPlan(
-        name=f"{lanes.function}<{threads}>",
+        name=f"{kernel.function}<{of_cta}>",
         gpu=gpu,
         launches=(launch,),
-        alignments=lanes.alignments,
-        workspace_bytes=(workspace,),
+        alignments=kernel.alignments,
+        workspace_bytes=(max(1, kernel.workspace_bytes),),
         predicted_us=told,
         reason=(
-            f"{lanes.lanes} lanes in {ctas} CTAs of {threads} threads; {entry.registers} "
-            f"registers, {entry.spill_bytes} bytes spilled, {entry.stack_bytes} bytes of stack"
-            + (f", {lanes.workspace_bytes} bytes of workspace" if lanes.workspace_bytes else "")
+            f"{lanes} lanes"
+            + (f" in {ctas} CTAs of {of_cta} threads" if threads == 1 else of_lane)
+            + f"; {entry.registers} registers, {entry.spill_bytes} bytes spilled, "
+            f"{entry.stack_bytes} bytes of stack"
+            + "".join(f", {size} bytes of {what}" for what, size in memory.items() if size)
         ),
     )

@@ -1,4 +1,7 @@
-"""``kernel``: ``jax.vmap`` of a function as one CUDA kernel, one element of the batch a thread."""
+"""``kernel``: ``jax.vmap`` of a function as one CUDA kernel.
+
+A thread, or a group of threads, evaluates one element of the batch.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,11 @@ from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.ops.cuda_kernel.sharding import explicit_shardings
 from jax_tilekern.ops.kernel.checkpoints import Checkpoint, checked
+from jax_tilekern.ops.kernel.group_work import has_arrays_beyond
 from jax_tilekern.ops.kernel.rules import Axes, LaneFunction, Rules, lane_sizes, type_of_lanes
 from jax_tilekern.ops.kernel.translation.keys import is_key, without_keys
 from jax_tilekern.ops.kernel.translation.text import Layout, lane_kernel
+from jax_tilekern.ops.kernel.work import IN_REGISTERS
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.partitioning.xla import Place
@@ -42,14 +47,18 @@ def kernel(
     in_axes: Any = 0,
     out_axes: Any = 0,
     checkpoint: Checkpoint = "auto",
+    threads: int | None = None,
 ) -> Callable[..., Any]:
-    """Map a function over a batch in one CUDA kernel, in which a thread evaluates one element.
+    """Map a function over a batch in one CUDA kernel.
+
+    A thread evaluates one element of the batch, or a group of threads does.
 
     It means ``jax.vmap(f, in_axes, out_axes)``, which also computes it on other platforms. XLA
-    launches a kernel or more for each step of a loop in ``f``; here the loop runs in the thread.
+    launches a kernel or more for each step of a loop in ``f``; here the loop runs in the kernel.
     Loops (``scan``, ``while_loop``, ``fori_loop``), branches (``cond``, ``switch``), elementwise
-    functions, small arrays and ``jax.random`` are translated. A branch is taken by each thread for
-    itself.
+    functions, small arrays and ``jax.random`` are translated. Each element of the batch takes its
+    own branches. A group of threads shares out the loops over arrays of more than 16 elements, and
+    all of it computes the rest alike.
 
     Derivatives, ``vmap``, ``jit``, ``remat`` and shardings of the batch are those of ``vmap(f)``:
     each derivative is a kernel again. A function with an equation that has no translation is left
@@ -71,6 +80,10 @@ def kernel(
         ``1`` if that saves half as much or less, or if ``None`` saves more than 256 MiB; if both
         do, about the square root of the number of steps. Loops of up to 8 steps have no checkpoints
         of their own.
+    threads
+        How many threads evaluate an element: 1, or a power of two from 32 to 1024. ``None`` chooses
+        between 1, 32, 128 and ``vmap`` by predicted times; a group only for arrays of more than 64
+        elements. A number asks for a kernel, also where ``vmap`` is predicted to be faster.
 
     Returns
     -------
@@ -80,9 +93,9 @@ def kernel(
     Raises
     ------
     TypeError
-        If ``f`` is not callable, or ``checkpoint`` is no integer.
+        If ``f`` is not callable, or ``checkpoint`` or ``threads`` is no integer.
     ValueError
-        If ``checkpoint`` is less than 1.
+        If ``checkpoint`` is less than 1, or ``threads`` is no such number.
     FallbackError
         Inside ``strict``: the function has no translation.
 
@@ -101,13 +114,13 @@ def kernel(
     """
     if not callable(f):
         raise TypeError(f"kernel maps a function, not {f!r}")
-    checkpoint = checked(checkpoint)
+    checkpoint, threads = checked(checkpoint), _checked_threads(threads)
 
     @functools.partial(jax.jit, static_argnums=0, inline=compat.inlined_when_traced)
     def call(static: _Static, *operands: Any) -> Any:
         args, kwargs = static.arguments(operands)
         mapped = jax.vmap(f, in_axes=in_axes, out_axes=out_axes)
-        return _mapped(f, mapped, in_axes, out_axes, checkpoint, args, kwargs)
+        return _mapped(f, mapped, in_axes, out_axes, checkpoint, threads, args, kwargs)
 
     @functools.wraps(f)
     def batched(*args: Any, **kwargs: Any) -> Any:
@@ -127,6 +140,15 @@ def kernel(
 
 
 _NUMBERS = (bool, int, float, complex)
+_NUMBERS_OF_THREADS = (1, 32, 64, 128, 256, 512, 1024)
+
+
+def _checked_threads(threads: Any) -> int | None:
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
+        raise TypeError(f"threads is {threads!r}; it is None or an integer")
+    if threads is not None and threads not in _NUMBERS_OF_THREADS:
+        raise ValueError(f"threads={threads}: a lane has 1, 32, 64, 128, 256, 512 or 1024 threads")
+    return threads
 
 
 class _Static(NamedTuple):
@@ -160,6 +182,7 @@ def _mapped(
     in_axes: Any,
     out_axes: Any,
     checkpoint: Checkpoint,
+    threads: int | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -220,7 +243,7 @@ def _mapped(
     results = _rules.bind(
         *raw,
         jaxpr=closed,
-        function=LaneFunction.of(name, checkpoint, closed),
+        function=LaneFunction.of(name, checkpoint, threads, closed),
         operand_axes=tuple(operand_axes),
         result_axes=tuple((position or 0,) for position in out_positions),
     )
@@ -377,8 +400,13 @@ def write_kernel(
     function: LaneFunction,
     operand_axes: tuple[Axes, ...],
     result_axes: tuple[Axes, ...],
+    *,
+    group: bool = False,
 ) -> LaneKernel:
-    """Return the kernel of a call; raise ``Untranslatable`` if there is none."""
+    """Return the kernel of a call; raise ``Untranslatable`` if there is none.
+
+    A thread evaluates a lane, or a ``group`` of threads does.
+    """
     sizes = lane_sizes(avals, operand_axes)
     results = [
         type_of_lanes(aval, axes, sizes)
@@ -388,7 +416,7 @@ def write_kernel(
         [Layout(np.dtype(x.dtype), tuple(x.shape), a) for x, a in zip(given, axes, strict=True)]
         for given, axes in ((avals, operand_axes), (results, result_axes))
     ]
-    return lane_kernel(function.name, compat.in_low_primitives(jaxpr), *layouts)
+    return lane_kernel(function.name, compat.in_low_primitives(jaxpr), *layouts, group=group)
 
 
 def _on_cuda(
@@ -411,14 +439,29 @@ def _on_cuda(
             lambda *_: [lax.full(aval.shape, 0, aval.dtype) for aval in results],
         )
     try:
-        kernel = write_kernel(avals, function=function, **call)
+        alone = write_kernel(avals, function=function, **call)
+        group = _group_kernel(avals, function=function, **call)
     except Untranslatable as error:
         _note_untranslated(function.name, str(error), "cuda")
         return Fallback(str(error))
     if place is Place.LOCAL:
-        return planned_kernel(values, plan_lanes, kernel)
+        return planned_kernel(values, plan_lanes, alone, group, function.threads)
     why = obstacle(place, (*avals, *results))
     return None if why is None else Fallback(why)
+
+
+def _group_kernel(avals: Sequence[Any], function: LaneFunction, **call: Any) -> LaneKernel | None:
+    """Return the kernel of groups of threads, if it is asked for or may be faster."""
+    # Short arrays are best in the registers of one thread.
+    may_be_faster = has_arrays_beyond(IN_REGISTERS, call["jaxpr"])
+    if function.threads == 1 or (function.threads is None and not may_be_faster):
+        return None
+    try:
+        return write_kernel(avals, function=function, group=True, **call)
+    except Untranslatable:
+        if function.threads is None:
+            return None
+        raise
 
 
 def _elsewhere(

@@ -38,16 +38,19 @@ class LaneFunction:
 
     name: str  # of the user's function, or of a function derived from it
     checkpoint: Checkpoint  # the steps of loops that reverse mode saves
+    threads: int | None  # that evaluate a lane, if the caller says so
     dtypes: tuple[np.dtype[Any], ...]  # of all values, which decide the modes of rules
 
     @classmethod
-    def of(cls, name: str, checkpoint: Checkpoint, closed: Any) -> LaneFunction:
+    def of(
+        cls, name: str, checkpoint: Checkpoint, threads: int | None, closed: Any
+    ) -> LaneFunction:
         """Return that of a jaxpr."""
-        return cls(name, checkpoint, tuple(sorted(_dtypes(closed), key=str)))
+        return cls(name, checkpoint, threads, tuple(sorted(_dtypes(closed), key=str)))
 
     def made(self, closed: Any, prefix: str = "") -> LaneFunction:
         """Return that of a jaxpr that is derived from the function's."""
-        return LaneFunction.of(f"{prefix}{self.name}", self.checkpoint, closed)
+        return LaneFunction.of(f"{prefix}{self.name}", self.checkpoint, self.threads, closed)
 
     def __str__(self) -> str:
         return self.name

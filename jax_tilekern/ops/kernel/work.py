@@ -12,11 +12,11 @@ from jax_tilekern.ops.kernel.translation.meanings import meaning_of
 from jax_tilekern.plans.lane_cost import LaneWork
 
 # Arrays of a lane of more elements are in memory.
-_IN_REGISTERS = 64
+IN_REGISTERS = 64
 # Steps of a ``while`` loop, whose number no jaxpr has. Most of the work of either side is in loops.
-_NOMINAL_STEPS = 16
-_THREEFRY = 100
-_VIEWS = frozenset({"transpose", "slice", "rev", "squeeze", "split", "unstack", "dynamic_slice"})
+NOMINAL_STEPS = 16
+THREEFRY = 100
+VIEWS = frozenset({"transpose", "slice", "rev", "squeeze", "split", "unstack", "dynamic_slice"})
 # Primitives for which XLA launches kernels of their own, and how many.
 _XLA_KERNELS = {
     **dict.fromkeys(("cholesky", "lu", "qr", "geqrf", "householder_product"), 4),
@@ -27,7 +27,7 @@ _XLA_KERNELS = {
 }
 # XLA's kernels of matrices pass over small ones so often (records of ``benchmarks linalg``).
 _PASSES = 40
-_OF_MATRICES = ("cholesky", "lu", "qr", "geqrf", "householder_product", "triangular_solve")
+MATRICES = ("cholesky", "lu", "qr", "geqrf", "householder_product", "triangular_solve")
 
 
 def work_of(closed: Any, lanes: int, mapped: Iterable[bool]) -> LaneWork:
@@ -75,7 +75,7 @@ def _equation(eqn: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
         second = first + params["body_nconsts"]
         state = [True] * len(eqn.outvars)
         condition, body = (compat.closed_jaxpr(params[x]) for x in ("cond_jaxpr", "body_jaxpr"))
-        return _NOMINAL_STEPS * (
+        return NOMINAL_STEPS * (
             _inner(condition, [*mapped[:first], *state], lanes)
             + _inner(body, [*mapped[first:second], *state], lanes)
             + _step(eqn.outvars, lanes)
@@ -97,30 +97,30 @@ def _of_elements(eqn: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
     name = eqn.primitive.name
     results = sum(map(_size, eqn.outvars))
     operands = [_size(x) for x in eqn.invars]
-    in_memory = sum(n > _IN_REGISTERS for n in operands)
+    in_memory = sum(n > IN_REGISTERS for n in operands)
     kernels = _XLA_KERNELS.get(name, 0)
     moved = sum(
         _bytes(x) * (lanes if own else 1) for x, own in zip(eqn.invars, mapped, strict=True)
     ) + lanes * sum(map(_bytes, eqn.outvars))
-    moved *= _PASSES if name in _OF_MATRICES else bool(kernels)
+    moved *= _PASSES if name in MATRICES else bool(kernels)
     of_xla = LaneWork(xla_kernels=kernels, xla_bytes=moved)
-    if is_copy(name) or name in _VIEWS:
+    if is_copy(name) or name in VIEWS:
         return of_xla
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         steps = results * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
         return of_xla + LaneWork(instructions=steps, accesses=steps * in_memory)
-    if name in _OF_MATRICES:
+    if name in MATRICES:
         return of_xla + LaneWork(instructions=max(operands) ** 1.5)
     if name == "sort":
         return of_xla + LaneWork(instructions=results**2 / 4, accesses=in_memory * results**2 / 4)
     each = 1
     if name == "threefry2x32":
-        each = _THREEFRY
+        each = THREEFRY
     elif is_elementwise(name) and name != "convert_element_type":
         each = translation(name, eqn.params).instructions
     elements = max([results, *operands]) if kernels else results
-    written = elements if elements > _IN_REGISTERS and not kernels else 0
+    written = elements if elements > IN_REGISTERS and not kernels else 0
     return of_xla + LaneWork(
         instructions=elements * each, accesses=written + min(in_memory, 1) * elements
     )

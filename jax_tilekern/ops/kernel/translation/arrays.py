@@ -226,13 +226,14 @@ def _concatenate(
     stacks = eqn.primitive.name == "stack"
     axis = eqn.params["axis" if stacks else "dimension"]
     buffer, start = writer.array(dtype, shape, places[0]), 0
-    for x in operands:
-        own = (*x.shape[:axis], 1, *x.shape[axis:]) if stacks else x.shape
-        with writer.elements(own) as i:
-            source = [*i[:axis], *i[axis + 1 :]] if stacks else i
-            target = [*i[:axis], plus(start, i[axis]), *i[axis + 1 :]]
-            writer.line(buffer.store(target, x.at(source)))
-        start += own[axis]
+    with writer.written(buffer):
+        for x in operands:
+            own = (*x.shape[:axis], 1, *x.shape[axis:]) if stacks else x.shape
+            with writer.elements(own, buffer) as i:
+                source = [*i[:axis], *i[axis + 1 :]] if stacks else i
+                target = [*i[:axis], plus(start, i[axis]), *i[axis + 1 :]]
+                writer.line(buffer.store(target, x.at(source)))
+            start += own[axis]
     return [in_memory(buffer)]
 
 
@@ -250,7 +251,7 @@ def _pad(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) ->
         for n, size, (low, _, interior) in zip(x.shape, shape, config, strict=True)
     ]
     counts = [max(0, b - a + 1) for a, b in zip(first, last, strict=True)]
-    with writer.elements(counts) as i:
+    with writer.elements(counts, buffer) as i:
         source = [plus(a, index) for a, index in zip(first, i, strict=True)]
         target = [
             plus(low, times(index, interior + 1))

@@ -60,7 +60,7 @@ def _threefry(writer: LaneWriter, eqn: Any, operands: list[Value], places: Place
         pair = mixed([x.first for x in operands])
         return [everywhere(dtype, shape, f"{pair}.{member}") for member in "xy"]
     buffers = [writer.array(dtype, shape, place) for place in places]
-    with writer.elements(shape) as i:
+    with writer.elements(shape, buffers[0]) as i:
         pair = mixed([x.at(i) for x in read])
         for buffer, member in zip(buffers, "xy", strict=True):
             writer.line(buffer.store(i, f"{pair}.{member}"))

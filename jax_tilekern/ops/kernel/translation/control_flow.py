@@ -145,7 +145,7 @@ def _scan(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -
         rows = [writer.evaluated(at_index(x, 0, t)) for x in xs]
         results = writer.jaxpr(body, [*known, *(x.value for x in variables), *rows])
         for buffer, value in zip(stacked, results[carries:], strict=True):
-            with writer.elements(value.shape) as indices:
+            with writer.elements(value.shape, buffer) as indices:
                 writer.line(buffer.store((t, *indices), value.at(indices)))
         _assign(writer, variables, results[:carries])
     return [*_finished(writer, variables), *map(in_memory, stacked)]

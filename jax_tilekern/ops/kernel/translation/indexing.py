@@ -60,7 +60,7 @@ def _dynamic_update_slice(
     buffer = writer.to_update(x, places[0])
     if buffer in update.buffers:
         update = writer.copied(update)
-    with writer.elements(update.shape) as i:
+    with writer.elements(update.shape, buffer) as i:
         target = [plus(start, index) for start, index in zip(starts, i, strict=True)]
         writer.line(buffer.store(target, update.at(i)))
     return [in_memory(buffer)]
@@ -108,7 +108,7 @@ def _gather(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places)
             value = f"{' && '.join(inside)} ? {value} : {fill}"
         return [writer.scalar(dtype, value, shape)]
     buffer = writer.array(dtype, shape, places[0])
-    with writer.elements(shape) as i:
+    with writer.elements(shape, buffer) as i:
         inside, place = element(i)
         value = x.at(place)
         if inside:
@@ -149,7 +149,8 @@ def _scatter(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places
         updates = writer.copied(updates)
     if buffer in indices.buffers:
         indices = writer.copied(indices)
-    with writer.elements(updates.shape) as i:
+    # Several updates may be of one element.
+    with writer.by_one(buffer), writer.elements(updates.shape) as i:
         batch = [i[d] for d in scatter_dims]
         place: list[Index] = [0] * len(x.shape)
         for d, update_dim in zip(window_dims, numbers.update_window_dims, strict=True):

@@ -21,6 +21,7 @@ from jax_tilekern.ops.kernel.translation.values import (
     Value,
     everywhere,
     in_memory,
+    row_major,
 )
 from jax_tilekern.ops.kernel.translation.writer import LaneWriter, rule
 
@@ -60,12 +61,79 @@ def accumulated(
     shape: Sequence[int],
     element: Callable[[Sequence[Index]], str],
 ) -> str:
-    """Write the reduction of elements in row-major order; return its result."""
+    """Write the reduction of elements in row-major order; return its result.
+
+    Of many elements, each thread of a group reduces its own, and then the group their results.
+    """
     name, function = writer.name("r"), _REDUCTIONS[kind][0]
     writer.line(f"{computed_type(dtype)} {name} = {_identity(kind, dtype)};")
-    with writer.elements(shape) as indices:
+    is_spread = writer.is_spread(math.prod(shape))
+    with (writer.spread if is_spread else writer.elements)(shape) as indices:
         writer.line(f"{name} = lax::{function}({name}, {element(indices)});")
+    if is_spread:
+        writer.line(f"{name} = lax::reduced_in_group<kThreads>({name}, {_combine(kind)});")
     return writer.rounded(dtype, name)
+
+
+def _combine(kind: str) -> str:
+    return f"[](auto x, auto y) {{ return lax::{_REDUCTIONS[kind][0]}(x, y); }}"
+
+
+def _accumulated_together(
+    writer: LaneWriter,
+    buffer: Buffer,
+    kind: str,
+    shape: Sequence[int],
+    element: Callable[[Sequence[Index], Sequence[Index]], str],
+    common: Callable[[Sequence[Index]], None],
+) -> None:
+    """Write reductions to each element of a short array, in one loop over what they reduce."""
+    dtype, size, function = buffer.dtype, math.prod(buffer.shape), _REDUCTIONS[kind][0]
+    name = writer.name("r")
+    sums = Buffer(name, dtype, buffer.shape, row_major(buffer.shape))
+    writer.line(f"{computed_type(dtype)} {name}[{size}];")
+    with writer.elements(buffer.shape) as kept:
+        writer.line(sums.store(kept, _identity(kind, dtype)))
+    with writer.spread(shape) as reduced:
+        common(reduced)
+        with writer.elements(buffer.shape) as kept:
+            sum_ = f"lax::{function}({sums.load(kept)}, {element(kept, reduced)})"
+            writer.line(sums.store(kept, sum_))
+    writer.line(f"lax::reduce_in_group<kThreads>({name}, {_combine(kind)});")
+    with writer.elements(buffer.shape) as kept:
+        writer.line(buffer.store(kept, writer.rounded(dtype, sums.load(kept))))
+
+
+def _reductions(
+    writer: LaneWriter,
+    eqn: Any,
+    operands: Sequence[Value],
+    place: Buffer | None,
+    kind: str,
+    shape: Sequence[int],
+    element: Callable[[Sequence[Index], Sequence[Index]], str],
+    before: Callable[[Sequence[Index]], None] = lambda _: None,
+    common: Callable[[Sequence[Index]], None] = lambda _: None,
+) -> Value:
+    """Write the reductions of ``element(kept, reduced)`` to each element of a result.
+
+    ``before(kept)`` writes what the terms of one reduction have in common, and ``common(reduced)``
+    what the reductions have.
+    """
+    dtype, kept_shape = result_type(eqn)
+
+    def result(kept: Sequence[Index]) -> str:
+        before(kept)
+        return accumulated(writer, dtype, kind, shape, lambda reduced: element(kept, reduced))
+
+    if writer.is_deferred(eqn):
+        return writer.deferred(dtype, kept_shape, result, operands)
+    size = math.prod(kept_shape)
+    if size != 1 and writer.is_unrolled(size) and writer.is_spread(math.prod(shape)):
+        buffer = writer.array(dtype, kept_shape)
+        _accumulated_together(writer, buffer, kind, shape, element, common)
+        return in_memory(buffer)
+    return _for_each(writer, dtype, kept_shape, place, result)
 
 
 def _for_each(
@@ -79,7 +147,7 @@ def _for_each(
     if math.prod(shape) == 1:
         return everywhere(dtype, shape, result((0,) * len(shape)))
     buffer = writer.array(dtype, shape, place)
-    with writer.elements(shape) as indices:
+    with writer.elements(shape, buffer) as indices:
         writer.line(buffer.store(indices, result(indices)))
     return in_memory(buffer)
 
@@ -88,19 +156,12 @@ def _for_each(
 def _reduce(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
     (x,) = operands
     kind, axes = eqn.primitive.name.removeprefix("reduce_"), eqn.params["axes"]
-    dtype, shape = result_type(eqn)
-    computed_type(dtype)
+    computed_type(x.dtype)
 
-    def result(kept: Sequence[Index]) -> str:
-        return accumulated(
-            writer,
-            dtype,
-            kind,
-            _sizes(x, axes),
-            lambda reduced: x.at(_merged(kept, reduced, axes)),
-        )
+    def element(kept: Sequence[Index], reduced: Sequence[Index]) -> str:
+        return x.at(_merged(kept, reduced, axes))
 
-    return [_for_each(writer, dtype, shape, places[0], result)]
+    return [_reductions(writer, eqn, operands, places[0], kind, _sizes(x, axes), element)]
 
 
 def _sizes(x: Value, axes: Sequence[int]) -> list[int]:
@@ -119,7 +180,7 @@ def _reduce_by(writer: LaneWriter, eqn: Any, operands: list[Value], places: Plac
     arrays, initial = operands[:count], operands[count:]
     function = compat.closed_jaxpr(eqn.params["jaxpr"])
     buffers = [writer.array(*result_type(eqn, i), place) for i, place in enumerate(places)]
-    with writer.elements(buffers[0].shape) as kept:
+    with writer.elements(buffers[0].shape, buffers[0]) as kept:
         names = [writer.name("r") for _ in arrays]
         for name, x in zip(names, initial, strict=True):
             writer.line(f"{x.cxx} {name} = {x.first};")
@@ -143,19 +204,24 @@ def _arg(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) ->
     dtype, shape = result_type(eqn)
     better = ">" if eqn.primitive.name == "argmax" else "<"
 
+    def is_better(x: str, y: str) -> str:
+        # The first NaN is the result.
+        return f"{x} {better} {y} || ({x} != {x} && {y} == {y})"
+
     def result(kept: Sequence[Index]) -> str:
         column = _elements_along(x, axis, kept)
         best, where = writer.name("r"), writer.name("r")
         writer.line(f"{x.cxx} {best} = {column(0)};")
         writer.line(f"int {where} = 0;")
-        with writer.elements((x.shape[axis],)) as (i,):
+        is_spread = writer.is_spread(x.shape[axis])
+        with (writer.spread if is_spread else writer.elements)((x.shape[axis],)) as (i,):
             value = writer.scalar(x.dtype, column(i)).first
-            # The first NaN is the result.
-            with writer.block(
-                f"if ({value} {better} {best} || ({value} != {value} && {best} == {best}))"
-            ):
+            with writer.block(f"if ({is_better(value, best)})"):
                 writer.line(f"{best} = {value};")
                 writer.line(f"{where} = {i};")
+        if is_spread:
+            compare = f"[](auto x, auto y) {{ return {is_better('x', 'y')}; }}"
+            writer.line(f"lax::find_in_group<kThreads>({best}, {where}, {compare});")
         return writer.scalar(dtype, f"lax::convert<{computed_type(dtype)}>({where})").first
 
     return [_for_each(writer, dtype, shape, places[0], result)]
@@ -167,16 +233,34 @@ def _elements_along(x: Value, axis: int, others: Sequence[Index]) -> Callable[[I
 
 @rule("cumsum", "cumprod", "cummax", "cummin", **all_of("axis reverse"))
 def _cumulative(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
-    (x,), axis = operands, eqn.params["axis"]
+    (x,), axis, down = operands, eqn.params["axis"], eqn.params["reverse"]
     kind = eqn.primitive.name.removeprefix("cum")
     buffer, size = writer.array(x.dtype, x.shape, places[0]), x.shape[axis]
-    with writer.elements((*x.shape[:axis], *x.shape[axis + 1 :])) as others:
+    rest = (*x.shape[:axis], *x.shape[axis + 1 :])
+    # Threads of a group sum up parts of a long line one after another, or have lines of their own.
+    in_parts = writer.is_spread(size) and writer.is_unrolled(math.prod(rest))
+    with (
+        writer.written(buffer),
+        writer.elements(rest) if in_parts else writer.elements(rest, buffer) as others,
+    ):
         column = _elements_along(x, axis, others)
-        name = writer.name("r")
-        writer.line(f"{x.cxx} {name} = {_identity(kind, x.dtype)};")
-        with writer.loop(size, unroll=writer.is_unrolled(x.size), down=eqn.params["reverse"]) as i:
+        name, identity = writer.name("r"), _identity(kind, x.dtype)
+        writer.line(f"{x.cxx} {name} = {identity};")
+
+        def add(i: Index) -> None:
             sum_ = writer.rounded(x.dtype, f"lax::{_REDUCTIONS[kind][0]}({name}, {column(i)})")
             writer.line(f"{name} = {sum_};")
+
+        if in_parts:
+            with writer.part(size, down=down) as i:
+                add(i)
+            before = f"{name}, {identity}, {_combine(kind)}"
+            writer.line(f"{name} = lax::reduced_before<kThreads>({before});")
+            loop = writer.part(size, down=down)
+        else:
+            loop = writer.loop(size, unroll=writer.is_unrolled(x.size), down=down)
+        with loop as i:
+            add(i)
             writer.line(buffer.store([*others[:axis], i, *others[axis:]], name))
     return [in_memory(buffer)]
 
@@ -215,8 +299,7 @@ def _dot_general(
 ) -> list[Value]:
     lhs, rhs = operands
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    dtype, shape = result_type(eqn)
-    kind = computed_type(dtype)
+    kind = computed_type(result_type(eqn)[0])
 
     def free(x: Value, *used: Sequence[int]) -> list[int]:
         return [d for d in range(len(x.shape)) if not any(d in dims for dims in used)]
@@ -228,15 +311,24 @@ def _dot_general(
         element = x.at([indices[dims.index(d)] for d in range(len(x.shape))])
         return element if x.cxx == kind else f"lax::convert<{kind}>({element})"
 
-    def result(i: Sequence[Index]) -> str:
+    def divided(i: Sequence[Index]) -> tuple[Sequence[Index], Sequence[Index], Sequence[Index]]:
         batch, rest = i[: len(lhs_batch)], i[len(lhs_batch) :]
-        rows, columns = rest[: len(lhs_free)], rest[len(lhs_free) :]
+        return batch, rest[: len(lhs_free)], rest[len(lhs_free) :]
 
-        def term(k: Sequence[Index]) -> str:
-            left = read(lhs, [*lhs_batch, *lhs_free, *lhs_contracted], [*batch, *rows, *k])
-            right = read(rhs, [*rhs_batch, *rhs_free, *rhs_contracted], [*batch, *columns, *k])
-            return f"lax::mul({left}, {right})"
+    def term(i: Sequence[Index], k: Sequence[Index]) -> str:
+        batch, rows, columns = divided(i)
+        left = read(lhs, [*lhs_batch, *lhs_free, *lhs_contracted], [*batch, *rows, *k])
+        right = read(rhs, [*rhs_batch, *rhs_free, *rhs_contracted], [*batch, *columns, *k])
+        return f"lax::mul({left}, {right})"
 
-        return accumulated(writer, dtype, "sum", [lhs.shape[d] for d in lhs_contracted], term)
+    def before(i: Sequence[Index]) -> None:
+        batch, rows, columns = divided(i)
+        writer.prepare(lhs, dict(zip((*lhs_batch, *lhs_free), (*batch, *rows), strict=True)))
+        writer.prepare(rhs, dict(zip((*rhs_batch, *rhs_free), (*batch, *columns), strict=True)))
 
-    return [_for_each(writer, dtype, shape, places[0], result)]
+    def common(k: Sequence[Index]) -> None:
+        writer.prepare(lhs, dict(zip(lhs_contracted, k, strict=True)))
+        writer.prepare(rhs, dict(zip(rhs_contracted, k, strict=True)))
+
+    contracted = [lhs.shape[d] for d in lhs_contracted]
+    return [_reductions(writer, eqn, operands, places[0], "sum", contracted, term, before, common)]

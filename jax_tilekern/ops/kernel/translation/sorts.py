@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,10 +11,7 @@ from jax import lax
 
 from jax_tilekern.epilogue.understood import all_of
 from jax_tilekern.ops.kernel.translation.arrays import Places
-from jax_tilekern.ops.kernel.translation.values import (
-    Index,
-    Value,
-)
+from jax_tilekern.ops.kernel.translation.values import Index, Value, in_memory
 from jax_tilekern.ops.kernel.translation.writer import LaneWriter, rule
 
 # Sorts of up to so many elements exchange neighbours, in registers.
@@ -23,11 +20,7 @@ _EXCHANGED = 6
 
 @rule("sort", **all_of("dimension is_stable num_keys"))
 def _sort(writer: LaneWriter, eqn: Any, operands: list[Value], _: Places) -> list[Value]:
-    """Sort by insertion, which is stable; few elements by exchanges of neighbours."""
     axis, keys = eqn.params["dimension"], eqn.params["num_keys"]
-    copies = [writer.copied(x) for x in operands]
-    buffers = [x.whole for x in copies]
-    shape, size = copies[0].shape, copies[0].shape[axis]
 
     def before(x: Sequence[str], y: Sequence[str]) -> str:
         """Return the condition that keys x come before keys y; NaN is the last."""
@@ -38,6 +31,43 @@ def _sort(writer: LaneWriter, eqn: Any, operands: list[Value], _: Places) -> lis
             condition = f"({is_less} || ({equal} && {condition}))" if condition else is_less
         return condition
 
+    sort = _by_counting if writer.is_spread(operands[0].size) else _by_insertion
+    return sort(writer, operands, axis, before)
+
+
+Before = Callable[[Sequence[str], Sequence[str]], str]
+
+
+def _by_counting(
+    writer: LaneWriter, operands: list[Value], axis: int, before: Before
+) -> list[Value]:
+    """Sort long arrays: the place of an element is the number of those that come before it."""
+    shape = operands[0].shape
+    buffers = [writer.array(x.dtype, shape) for x in operands]
+    with writer.elements(shape, buffers[0]) as indices:
+        own, i = [writer.scalar(x.dtype, x.at(indices)).first for x in operands], indices[axis]
+        rank = writer.name("n")
+        writer.line(f"int {rank} = 0;")
+
+        def place(i: Index) -> list[Index]:
+            return [*indices[:axis], i, *indices[axis + 1 :]]
+
+        with writer.loop(shape[axis], unroll=False) as j:
+            other = [writer.scalar(x.dtype, x.at(place(j))).first for x in operands]
+            tie = f"({j} < {i} && !{before(own, other)})"
+            writer.line(f"{rank} += {before(other, own)} || {tie};")
+        for buffer, value in zip(buffers, own, strict=True):
+            writer.line(buffer.store(place(rank), value))
+    return [in_memory(x) for x in buffers]
+
+
+def _by_insertion(
+    writer: LaneWriter, operands: list[Value], axis: int, before: Before
+) -> list[Value]:
+    """Sort stably by insertion; few elements by exchanges of neighbours."""
+    copies = [writer.copied(x) for x in operands]
+    buffers = [x.whole for x in copies]
+    shape, size = copies[0].shape, copies[0].shape[axis]
     with writer.elements((*shape[:axis], *shape[axis + 1 :])) as others:
 
         def place(i: Index) -> list[Index]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import computed_type
 from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.ops.kernel.group_work import LONGEST_ALIKE, group_work
 
 # Their rules are registered when they are imported.
 from jax_tilekern.ops.kernel.translation import (  # noqa: F401
@@ -22,14 +24,17 @@ from jax_tilekern.ops.kernel.translation import (  # noqa: F401
     reductions,
     sorts,
 )
+from jax_tilekern.ops.kernel.translation.groups import VECTOR, GroupWriter, has_rows
 from jax_tilekern.ops.kernel.translation.values import Buffer, Shape, in_memory, is_wide, row_major
 from jax_tilekern.ops.kernel.translation.writer import LaneWriter, TooLong
 from jax_tilekern.ops.kernel.work import work_of
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.lanes import LaneKernel
+from jax_tilekern.plans.lanes import GROUPS, LaneKernel
 
-# Arrays of up to so many elements are in registers, if the text does not become too long.
+# Arrays of up to so many elements are in registers, if the text does not become too long. The
+# threads of a group share out the loops over longer ones.
 _UNROLLED = (64, 16, 4, 0)
+_UNROLLED_IN_GROUPS = (LONGEST_ALIKE, 4, 0)
 
 # For each dimension of lanes, outermost first, the dimension of an array that it is.
 Axes = tuple[int | None, ...]
@@ -62,6 +67,7 @@ class Layout(NamedTuple):
             tuple(strides[d] for d in self.own_dims),
             stored=True,
             wide=is_wide(self.shape),
+            shared=True,
         )
 
 
@@ -88,13 +94,19 @@ def lane_kernel(
     closed: Any,
     operands: Sequence[Layout],
     results: Sequence[Layout],
+    *,
+    group: bool = False,
 ) -> LaneKernel:
-    """Write the kernel of one lane's jaxpr; raise ``Untranslatable`` if it has none."""
+    """Write the kernel of one lane's jaxpr; raise ``Untranslatable`` if it has none.
+
+    In the kernel of a ``group``, its threads evaluate a lane together.
+    """
     # A result has every dimension of lanes.
     lanes = _Lanes(tuple(results[0].shape[axis] for axis in results[0].axes if axis is not None))
-    for unrolled in _UNROLLED:
+    for unrolled in _UNROLLED_IN_GROUPS if group else _UNROLLED:
+        writer = (GroupWriter if group else LaneWriter)(unrolled, lanes.count)
         try:
-            return _written(name, closed, operands, results, lanes, unrolled)
+            return _written(name, closed, operands, results, lanes, writer)
         except TooLong:
             continue
     raise Untranslatable(f"the kernel of {name} would have more statements than its limit")
@@ -106,10 +118,9 @@ def _written(
     operands: Sequence[Layout],
     results: Sequence[Layout],
     lanes: _Lanes,
-    unrolled: int,
+    writer: LaneWriter,
 ) -> LaneKernel:
-    writer = LaneWriter(unrolled, lanes.count)
-    parameters, pointers = [], []
+    parameters, pointers, alignments = [], [], []
     for prefix, const, layouts in (("x", "const ", operands), ("y", "", results)):
         for i, layout in enumerate(layouts):
             kind = f"{const}{CXX_TYPES[layout.dtype]}*"
@@ -118,18 +129,27 @@ def _written(
                 f" + l{k} * {stride}ll" for k, stride in enumerate(layout.lane_strides()) if stride
             )
             pointers.append(f"{kind} const p{prefix}{i} = {prefix}{i}{offset};")
+            alignments.append(layout.dtype.itemsize)
     parameters.append("unsigned char* workspace")
     for layout in operands:
         computed_type(layout.dtype)
     # An operand of one element is a named scalar.
-    inputs = [writer.evaluated(in_memory(x.buffer(f"px{i}"))) for i, x in enumerate(operands)]
+    inputs = []
+    for i, layout in enumerate(operands):
+        buffer = layout.buffer(f"px{i}")
+        if isinstance(writer, GroupWriter) and has_rows(buffer, layout.lane_strides()):
+            alignments[i] = VECTOR
+            inputs.append(writer.of_rows(buffer))
+        else:
+            inputs.append(writer.evaluated(in_memory(buffer)))
     places = [x.buffer(f"py{i}") for i, x in enumerate(results)]
     found = writer.jaxpr(closed, inputs, places)
     for place, value in zip(places, found, strict=True):
         computed_type(value.dtype)
         if value.whole is not place:
             writer.filled(value, place)
-    function = f"lanes_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
+    of_group = isinstance(writer, GroupWriter)
+    function = f"{'groups' if of_group else 'lanes'}_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
     body = "\n".join(
         f"  {line}"
         for line in (
@@ -138,16 +158,23 @@ def _written(
             *writer.body(),
         )
     )
-    text = _TEMPLATE.format(
+    text = (_GROUP_TEMPLATE if of_group else _TEMPLATE).format(
         function=function, parameters=", ".join(parameters), count=lanes.count, body=body
     )
+    mapped = [set(x.axes) != {None} for x in operands]
+    work = work_of(closed, lanes.count, mapped)
     return LaneKernel(
         function=function,
         text=text,
         lanes=lanes.count,
-        alignments=tuple(x.dtype.itemsize for x in (*operands, *results)),
+        alignments=tuple(alignments),
         workspace_bytes=writer.workspace_bytes,
-        work=work_of(closed, lanes.count, [set(x.axes) != {None} for x in operands]),
+        work=tuple(
+            (n, dataclasses.replace(group_work(closed, n), bytes=work.bytes)) for n in GROUPS
+        )
+        if of_group
+        else ((1, work),),
+        shared_bytes=writer.shared_bytes if isinstance(writer, GroupWriter) else 0,
     )
 
 
@@ -160,6 +187,21 @@ template <int kThreads>
 __global__ void __launch_bounds__(kThreads) {function}({parameters}) {{
   const long long lane = blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x;
   if (lane >= {count}ll) return;
+{body}
+}}
+
+}}  // namespace tilekern
+"""
+_GROUP_TEMPLATE = """\
+#include "lane_groups.cuh"
+
+namespace tilekern {{
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) {function}({parameters}) {{
+  extern __shared__ __align__(16) unsigned char shared[];
+  const long long lane = blockIdx.x;
+  const int rank = threadIdx.x;
 {body}
 }}
 

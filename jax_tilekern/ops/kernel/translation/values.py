@@ -77,6 +77,7 @@ class Buffer:
     # Whether elements in memory have their own type, not the type that they are computed in.
     stored: bool = False
     wide: bool = False  # whether positions may exceed an int
+    shared: bool = False  # whether all threads that evaluate a lane have the same memory
 
     def _place(self, indices: Sequence[Index]) -> str:
         if not self.wide:

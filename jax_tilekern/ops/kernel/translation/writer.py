@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from jax_tilekern.epilogue.understood import (
     refuse_unknown,
 )
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.kernel.translation.flattened import Flattened
 from jax_tilekern.ops.kernel.translation.meanings import meaning_of
 from jax_tilekern.ops.kernel.translation.values import (
     Buffer,
@@ -54,7 +55,7 @@ _LONG_FUNCTION = re.compile(
     r"\blax::(acosh?|asinh?|atan[2h]?|cosh?|digamma|erf(?:_inv|c)?|expm1|lgamma|log(?:1p|2)?|pow|rem|"
     r"sinh?|tanh?|threefry2x32)\("
 )
-_MAX_INLINED = 24
+MAX_INLINED = 24
 # Loops that read a few elements a step are unrolled so many times, if a step has few statements.
 # Four of them are an instruction or so.
 _STEPS_AT_A_TIME = 4
@@ -83,6 +84,11 @@ def rule(*names: str, **parameters: Callable[[Any], bool]) -> Callable[[Rule], R
     return register
 
 
+def with_calls(statement: str) -> str:
+    """Call long functions, which are inlined otherwise."""
+    return _LONG_FUNCTION.sub(r"called::\1(", statement)
+
+
 def broadcast(x: Value, shape: Shape, eqn: Any) -> Value:
     """Return an operand of an elementwise equation in the shape of the result."""
     if x.shape == shape:
@@ -99,7 +105,8 @@ def broadcast(x: Value, shape: Shape, eqn: Any) -> Value:
 class _Scope:
     """The variables of a jaxpr that is being written, and when each one is read last."""
 
-    def __init__(self, jaxpr: compat.Jaxpr) -> None:
+    def __init__(self, jaxpr: Flattened) -> None:
+        self.deferred = jaxpr.deferred
         self.values: dict[Any, Value] = {}
         self.position = 0
         self.last_read: dict[Any, float] = {}
@@ -137,6 +144,8 @@ class LaneWriter:
         # For each loop around the current place, the memory that its body may write.
         self._writable: list[set[Buffer]] = [set()]
         self._constants: dict[tuple[str, bytes], Value] = {}
+        # For each block around the current place, the elements of deferred values that have names.
+        self._computed: list[dict[Any, str]] = [{}]
 
     # -- Statements ---------------------------------------------------------------------------
 
@@ -152,10 +161,8 @@ class LaneWriter:
         self._long_functions += found * self._repeated
 
     def body(self) -> list[str]:
-        lines = [*self.prologue, *self.statements]
-        if self._long_functions <= _MAX_INLINED:
-            return lines
-        return [_LONG_FUNCTION.sub(r"called::\1(", line) for line in lines]
+        calls = self._long_functions > MAX_INLINED
+        return [*self.prologue, *(with_calls(x) if calls else x for x in self.statements)]
 
     def name(self, prefix: str) -> str:
         """Return a new name."""
@@ -164,7 +171,9 @@ class LaneWriter:
     @contextlib.contextmanager
     def block(self, head: str) -> Iterator[None]:
         self.line(f"{head} {{")
+        self._computed.append({})
         yield
+        self._computed.pop()
         self.line("}")
 
     @contextlib.contextmanager
@@ -203,8 +212,14 @@ class LaneWriter:
             self.statements[start] = f"#pragma unroll {_STEPS_AT_A_TIME}"
 
     @contextlib.contextmanager
-    def elements(self, shape: Sequence[int]) -> Iterator[tuple[Index, ...]]:
-        """Write loops over the elements of an array; yields the indices."""
+    def elements(
+        self, shape: Sequence[int], into: Buffer | None = None
+    ) -> Iterator[tuple[Index, ...]]:
+        """Write loops over the elements of an array; yields the indices.
+
+        The body may write to ``into``, at a place of its own for each element.
+        """
+        del into
         with contextlib.ExitStack() as stack:
             yield tuple(
                 stack.enter_context(self.loop(size, unroll=math.prod(shape[i:]) <= self._unrolled))
@@ -213,6 +228,40 @@ class LaneWriter:
 
     def is_unrolled(self, size: int) -> bool:
         return size <= self._unrolled
+
+    # -- Threads that evaluate a lane together: here it is one, which does everything -------------
+
+    @contextlib.contextmanager
+    def written(self, buffer: Buffer) -> Iterator[None]:
+        """Write to memory in the body, in parts that do not read what others write."""
+        del buffer
+        yield
+
+    @contextlib.contextmanager
+    def by_one(self, buffer: Buffer) -> Iterator[None]:
+        """Write to memory in the body, by one thread if others see the memory."""
+        del buffer
+        yield
+
+    def is_spread(self, size: int) -> bool:
+        """Whether a reduction of so many elements is one of each thread's, and then of threads."""
+        del size
+        return False
+
+    def prepare(self, x: Value, known: Mapping[int, Index]) -> None:
+        """Write what elements of a value have in common, given indices of some dimensions."""
+
+    @contextlib.contextmanager
+    def part(self, size: int, *, down: bool) -> Iterator[Index]:
+        """Write a loop over a thread's part of a line; yields the index."""
+        with self.loop(size, unroll=False, down=down) as i:
+            yield i
+
+    @contextlib.contextmanager
+    def spread(self, shape: Sequence[int]) -> Iterator[tuple[Index, ...]]:
+        """Write a loop over a thread's own elements; yields the indices."""
+        with self.elements(shape) as indices:
+            yield indices
 
     # -- Values -------------------------------------------------------------------------------
 
@@ -279,10 +328,10 @@ class LaneWriter:
         """Write a value's elements to memory."""
         flat = buffer.flattened()
         if value.flat is not None and flat is not None:
-            with self.elements((value.size,)) as (i,):
+            with self.elements((value.size,), buffer) as (i,):
                 self.line(flat.store((i,), value.flat(i)))
         else:
-            with self.elements(value.shape) as indices:
+            with self.elements(value.shape, buffer) as indices:
                 self.line(buffer.store(indices, value.at(indices)))
         return in_memory(buffer)
 
@@ -321,11 +370,11 @@ class LaneWriter:
         places: Sequence[Buffer | None] | None = None,
     ) -> list[Value]:
         """Write a jaxpr's equations; return its results, which may be written to ``places``."""
-        jaxpr = closed.jaxpr
+        jaxpr = self._program(closed)
         scope = _Scope(jaxpr)
         self._scopes.append(scope)
         scope.values.update(zip(jaxpr.invars, operands, strict=True))
-        for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
+        for var, value in jaxpr.constants.items():
             scope.values[var] = self.constant(value, np.dtype(var.aval.dtype))
         wanted: dict[Any, Buffer | None] = {}
         for x, place in zip(jaxpr.outvars, places or [None] * len(jaxpr.outvars), strict=True):
@@ -346,6 +395,11 @@ class LaneWriter:
         found = [read(x) for x in jaxpr.outvars]
         self._scopes.pop()
         return found
+
+    def _program(self, closed: Any) -> Flattened:
+        jaxpr = closed.jaxpr
+        constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        return Flattened(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, constants)
 
     def _lasting(self, value: Value) -> Value:
         """Return a value whose elements do not change if memory is written that it reads."""
@@ -381,15 +435,57 @@ class LaneWriter:
         read = [broadcast(x, shape, eqn) for x in operands]
         if math.prod(shape) == 1:
             return everywhere(dtype, shape, self.equation(eqn, [x.first for x in read]))
+        is_flat = all(x.flat is not None for x in read)
+
+        def element(indices: Sequence[Index]) -> str:
+            return self.equation(eqn, [x.at(indices) for x in read])
+
+        def at_position(i: Index) -> str:
+            return self.equation(eqn, [x.at_position(i) for x in read])
+
+        if self.is_deferred(eqn):
+            return self.deferred(dtype, shape, element, read, at_position if is_flat else None)
         buffer = self.array(dtype, shape, place)
         flat = buffer.flattened()
-        if flat is not None and all(x.flat is not None for x in read):
-            with self.elements((math.prod(shape),)) as (i,):
-                self.line(flat.store((i,), self.equation(eqn, [x.at_position(i) for x in read])))
+        if flat is not None and is_flat:
+            with self.elements((math.prod(shape),), buffer) as (i,):
+                self.line(flat.store((i,), at_position(i)))
         else:
-            with self.elements(shape) as indices:
-                self.line(buffer.store(indices, self.equation(eqn, [x.at(indices) for x in read])))
+            with self.elements(shape, buffer) as indices:
+                self.line(buffer.store(indices, element(indices)))
         return in_memory(buffer)
+
+    def _known(self, place: tuple[Any, ...]) -> str | None:
+        return next((names[place] for names in self._computed if place in names), None)
+
+    def is_deferred(self, eqn: Any) -> bool:
+        """Whether the result of an equation is computed where it is read."""
+        return eqn.outvars[0] in self._scopes[-1].deferred
+
+    def deferred(
+        self,
+        dtype: np.dtype[Any],
+        shape: Shape,
+        element: Callable[[Sequence[Index]], str],
+        operands: Sequence[Value],
+        at_position: Callable[[Index], str] | None = None,
+    ) -> Value:
+        """Return a value of which an element is written where it is read, once in a block."""
+        own = object()
+
+        def once(place: tuple[Any, ...], compute: Callable[[], str]) -> str:
+            name = self._known(place)
+            if name is None:
+                name = self._computed[-1][place] = compute()
+            return name
+
+        return Value(
+            dtype,
+            shape,
+            lambda i: once((own, *i), lambda: element(i)),
+            at_position and (lambda i: once((own, "flat", i), lambda: at_position(i))),
+            frozenset().union(*(x.buffers for x in operands)),
+        )
 
     def equation(self, eqn: Any, operands: list[str]) -> str:
         """Write an elementwise equation of one element; return its result."""

@@ -1,0 +1,102 @@
+"""What each thread of a group does that evaluates a lane together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from typing import Any
+
+from jax_tilekern.epilogue.primitives import is_copy, is_elementwise, translation
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.kernel.translation.flattened import flattened, with_deferred
+from jax_tilekern.ops.kernel.translation.meanings import meaning_of
+from jax_tilekern.ops.kernel.work import MATRICES, NOMINAL_STEPS, THREEFRY, VIEWS
+from jax_tilekern.plans.lane_cost import LaneWork
+
+# Arrays of up to so many elements are in the registers of every thread, which compute them alike.
+LONGEST_ALIKE = 16
+# What one thread does for its group.
+_BY_ONE_THREAD = "scatter"
+
+
+def has_arrays_beyond(size: int, closed: Any) -> bool:
+    """Whether a jaxpr has an array of more elements."""
+    return any(
+        _size(x) > size
+        for eqn in compat.leaf_equations(closed.jaxpr)
+        for x in (*eqn.invars, *eqn.outvars)
+    )
+
+
+def group_work(closed: Any, threads: int) -> LaneWork:
+    """Return the work of one of the threads that evaluate a jaxpr of a lane."""
+    program = with_deferred(flattened(closed), LONGEST_ALIKE)
+    return sum((_equation(x, threads, program.deferred) for x in program.eqns), LaneWork())
+
+
+def _equation(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
+    name, params = eqn.primitive.name, eqn.params
+
+    def inner(jaxpr: Any) -> LaneWork:
+        return group_work(compat.closed_jaxpr(jaxpr), threads)
+
+    meaning = meaning_of(eqn)
+    if meaning is not None:
+        return inner(meaning)
+    if name == "scan":
+        steps: int = params["length"]
+        return steps * inner(params["jaxpr"])
+    if name == "while":
+        return NOMINAL_STEPS * (inner(params["cond_jaxpr"]) + inner(params["body_jaxpr"]))
+    if name == "cond":
+        # A lane takes one branch; lanes take any of them.
+        branches = [inner(x) for x in params["branches"]]
+        return max(branches, key=lambda work: work.instructions + work.accesses)
+    if is_copy(name) or name in VIEWS:
+        return LaneWork()
+    return _of_elements(eqn, threads, deferred)
+
+
+def _of_elements(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
+    name, out = eqn.primitive.name, eqn.outvars[0]
+    results = sum(map(_size, eqn.outvars))
+    operands = [_size(x) for x in eqn.invars]
+    in_memory = sum(
+        n > LONGEST_ALIKE and (compat.is_literal(x) or x not in deferred)
+        for x, n in zip(eqn.invars, operands, strict=True)
+    )
+    is_stored = results > LONGEST_ALIKE and out not in deferred
+
+    def share(elements: int) -> int:
+        return elements if elements <= LONGEST_ALIKE else -(-elements // threads)
+
+    steps, each, reductions = share(results), 1, 0
+    if name == "dot_general":
+        terms = math.prod(
+            eqn.invars[0].aval.shape[d] for d in eqn.params["dimension_numbers"][0][0]
+        )
+        steps *= terms
+        if results <= LONGEST_ALIKE < terms:
+            steps, reductions = results * share(terms), 1
+    elif name in MATRICES:
+        steps = int(max(operands) ** 1.5)
+    elif name == "sort":
+        steps *= eqn.invars[0].aval.shape[eqn.params["dimension"]]
+    elif name.startswith(("reduce_", "arg", "cum")):
+        steps, reductions = share(operands[0]), int(results <= LONGEST_ALIKE < operands[0])
+    elif name.startswith(_BY_ONE_THREAD):
+        steps = operands[-1]
+    elif name == "threefry2x32":
+        each = THREEFRY
+    elif is_elementwise(name) and name != "convert_element_type":
+        each = translation(name, eqn.params).instructions
+    return LaneWork(
+        instructions=steps * each,
+        accesses=steps * in_memory + is_stored * share(results),
+        reductions=reductions,
+        barriers=2 * is_stored,
+    )
+
+
+def _size(x: Any) -> int:
+    return math.prod(x.aval.shape)

@@ -1,0 +1,147 @@
+"""A jaxpr without calls and unused equations, and its values that need no memory.
+
+A group of threads has a long array in memory that all of them see, and waits when it has been
+written. An array each element of which is cheap to compute, and which one equation reads, each
+element once, is computed there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_elementwise
+from jax_tilekern.epilogue.understood import refuse_unknown
+from jax_tilekern.interop import compat
+
+# Terms of a sum or a product that is computed where it is read.
+MAX_TERMS = 16
+# They read each element of their operand at most once. ``split`` has several results.
+_VIEWS = frozenset(
+    {"broadcast_in_dim", "reshape", "rev", "slice", "squeeze", "transpose"}
+    | {"copy", "name", "stop_gradient", "optimization_barrier", "pvary"}
+)
+_REDUCTIONS = tuple(f"reduce_{kind}" for kind in ("sum", "prod", "max", "min", "and", "or", "xor"))
+
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """The result of an equation of a call, of which there may be several."""
+
+    aval: Any
+
+
+@dataclass(frozen=True)
+class Flattened:
+    """Equations as those of a jaxpr."""
+
+    eqns: Sequence[Any]
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    constants: Mapping[Any, Any]
+    deferred: frozenset[Any] = frozenset()  # values that are computed where they are read
+
+
+def flattened(closed: Any) -> Flattened:
+    """Inline the calls of a jaxpr, and leave out what nothing uses."""
+    eqns: list[Any] = []
+    constants: dict[Any, Any] = {}
+
+    def inline(closed: Any, operands: Sequence[Any]) -> list[Any]:
+        jaxpr = closed.jaxpr
+        values = dict(zip(jaxpr.invars, operands, strict=True))
+        for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
+            values[var] = Variable(var.aval)
+            constants[values[var]] = value
+
+        def read(atom: Any) -> Any:
+            return atom if compat.is_literal(atom) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            given = [read(x) for x in eqn.invars]
+            name = eqn.primitive.name
+            if name in INNER_JAXPR:
+                refuse_unknown(eqn)
+                results = inline(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), given)
+            else:
+                results = [Variable(x.aval) for x in eqn.outvars]
+                eqns.append(eqn.replace(invars=given, outvars=results))
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    invars = [Variable(x.aval) for x in closed.jaxpr.invars]
+    outvars = inline(closed, invars)
+    used = {x for x in outvars if not compat.is_literal(x)}
+    kept = []
+    for eqn in reversed(eqns):
+        if not used.isdisjoint(eqn.outvars):
+            used.update(x for x in eqn.invars if not compat.is_literal(x))
+            kept.append(eqn)
+    return Flattened(kept[::-1], invars, outvars, constants)
+
+
+def with_deferred(program: Flattened, short: int) -> Flattened:
+    """Find the arrays of more than ``short`` elements that need no memory."""
+    results = {x for x in program.outvars if not compat.is_literal(x)}
+    # For each value, the equations that compute its elements: a number for one that computes each
+    # element once, two for one that does so several times.
+    readers: dict[Any, set[int]] = {}
+    deferred = set()
+    for number in reversed(range(len(program.eqns))):
+        eqn = program.eqns[number]
+        passes = {number}
+        if len(eqn.outvars) == 1 and eqn.outvars[0] not in results:
+            (out,) = eqn.outvars
+            found = readers.get(out, set())
+            if eqn.primitive.name in _VIEWS:
+                passes = found
+            elif _size(out) > short and len(found) == 1 and _is_cheap(eqn):
+                deferred.add(out)
+                passes = found
+        for x in eqn.invars:
+            if not compat.is_literal(x):
+                once = _reads_once(eqn, x, short)
+                readers.setdefault(x, set()).update(passes if once else {number, ~number})
+    return dataclasses.replace(program, deferred=frozenset(deferred))
+
+
+def _size(x: Any) -> int:
+    return math.prod(x.aval.shape)
+
+
+def _terms(eqn: Any) -> int | None:
+    """Return how many terms each element of a sum or a product has."""
+    if eqn.primitive.name == "dot_general":
+        dims = eqn.params["dimension_numbers"][0][0]
+    elif eqn.primitive.name in _REDUCTIONS:
+        dims = eqn.params["axes"]
+    else:
+        return None
+    return math.prod(eqn.invars[0].aval.shape[d] for d in dims)
+
+
+def _is_cheap(eqn: Any) -> bool:
+    terms = _terms(eqn)
+    if terms is not None:
+        return terms <= MAX_TERMS
+    # A power of an integer is written as other equations.
+    return is_elementwise(eqn.primitive.name) and eqn.primitive.name != "pow"
+
+
+def _reads_once(eqn: Any, x: Any, short: int) -> bool:
+    (out,) = eqn.outvars[:1]
+    name = eqn.primitive.name
+    if name == "dot_general":
+        # A group computes all elements of a short result together.
+        terms = _terms(eqn)
+        return _size(out) <= short and terms is not None and terms > short
+    if name in _REDUCTIONS:
+        return True
+    return (
+        _size(out) == _size(x)
+        if name == "broadcast_in_dim"
+        else (name in _VIEWS or (is_elementwise(name) and out.aval.shape == x.aval.shape))
+    )

@@ -1,0 +1,199 @@
+"""Writes a lane that a group of threads evaluates, which is a CTA (``lane_groups.cuh``).
+
+Every thread computes the scalars and the short arrays, all of them the same values. So branches and
+loops are those of all threads, and a barrier is reached by all. Long arrays are in memory that all
+threads see. Threads share out the loops that write them, and the long reductions. A barrier stands
+on both sides of what is written, because the threads read it before or after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.epilogue.cuda_text import computed_type
+from jax_tilekern.ops.kernel.translation.flattened import Flattened, flattened, with_deferred
+from jax_tilekern.ops.kernel.translation.values import (
+    Buffer,
+    Index,
+    Shape,
+    Value,
+    in_memory,
+    indices_of,
+    row_major,
+)
+from jax_tilekern.ops.kernel.translation.writer import MAX_INLINED, LaneWriter, with_calls
+
+# Beyond this, arrays of a lane lie in the workspace. Every GPU has it for four CTAs of an SM, or
+# two.
+_SHARED_BYTES = 48 << 10
+_ALIGNMENT = 16
+# Bytes of a load of several elements, and how many elements a row of them may have.
+VECTOR, _MAX_ROW = 16, 16
+_BARRIER = "lax::group_barrier<kThreads>();"
+# Loops of shorter bodies are unrolled a few times, so that several elements are loaded at once.
+_SHORT_BODY, _STEPS_AT_A_TIME = 64, 4
+
+
+def has_rows(buffer: Buffer, lane_strides: Sequence[int]) -> bool:
+    """Whether an operand's rows, in its last dimension, are loaded 16 bytes at a time."""
+    if len(buffer.shape) < 2 or buffer.wide or buffer.dtype.kind not in "fiu":
+        return False
+    if np.dtype(buffer.dtype).itemsize < 4 or not 1 < buffer.shape[-1] <= _MAX_ROW:
+        return False
+    strides = (buffer.shape[-1], *buffer.strides[:-1], *lane_strides)
+    return buffer.strides[-1] == 1 and all(x * buffer.dtype.itemsize % VECTOR == 0 for x in strides)
+
+
+class GroupWriter(LaneWriter):
+    """Writes one kernel, in which ``kThreads`` threads evaluate a lane."""
+
+    def __init__(self, unrolled: int, lanes: int) -> None:
+        super().__init__(unrolled, lanes)
+        self.shared_bytes = 0
+        # Whether threads go different ways, and whether barriers stand around what is written.
+        self._apart = self._between_barriers = False
+        # The statements of loops that threads share out, and the long functions in them. Calls
+        # would be one after another, so these loops have them inlined first.
+        self._of_loops: set[int] = set()
+        self._long_functions_of_loops = 0
+        self._with_rows: set[Buffer] = set()
+
+    def _program(self, closed: Any) -> Flattened:
+        return with_deferred(flattened(closed), self._unrolled)
+
+    def array(self, dtype: np.dtype[Any], shape: Shape, place: Buffer | None = None) -> Buffer:
+        size = math.prod(shape)
+        if place is not None or self.is_unrolled(size):
+            return super().array(dtype, shape, place)
+        assert not self._apart, "a thread has no long arrays of its own"
+        kind, name = computed_type(dtype), self.name("a")
+        item = {"bool": 1, "float": 4}.get(kind, dtype.itemsize)
+        bytes_ = -(-size * item // _ALIGNMENT) * _ALIGNMENT
+        if self.shared_bytes + bytes_ <= _SHARED_BYTES:
+            source = f"shared + {self.shared_bytes}"
+            self.shared_bytes += bytes_
+        else:
+            source = f"workspace + {self.workspace_bytes}ll + lane * {bytes_}ll"
+            self.workspace_bytes += bytes_ * self._lanes
+        self.prologue.append(f"{kind}* const {name} = reinterpret_cast<{kind}*>({source});")
+        return self.owned(Buffer(name, dtype, shape, row_major(shape), shared=True))
+
+    def of_rows(self, buffer: Buffer) -> Value:
+        """Return the value of an operand for which :func:`has_rows` holds."""
+        self._with_rows.add(buffer)
+
+        def load(indices: Sequence[Index]) -> str:
+            *row, last = indices
+            name = self._known((buffer, *row))
+            return f"{name}[{last}]" if name else buffer.load(indices)
+
+        return dataclasses.replace(in_memory(buffer), at=load)
+
+    def prepare(self, x: Value, known: Mapping[int, Index]) -> None:
+        indices = [known.get(d) for d in range(len(x.shape))]
+        row = [i for i in indices if i is not None]
+        if len(row) == len(x.shape):
+            x.at(row)
+            return
+        buffer, place = x.whole, (x.whole, *row)
+        is_row = self._apart and buffer in self._with_rows and indices[:-1] == row
+        if buffer is not None and is_row and self._known(place) is None:
+            name = self._computed[-1][place] = self.name("r")
+            self.line(f"{x.cxx} {name}[{x.shape[-1]}];")
+            self.line(f"lax::load_row({name}, &{buffer.load([*row, 0])});")
+
+    def body(self) -> list[str]:
+        calls = self._long_functions > MAX_INLINED
+        calls_in_loops = self._long_functions_of_loops > MAX_INLINED
+        return [
+            *self.prologue,
+            *(
+                with_calls(line) if (calls_in_loops if i in self._of_loops else calls) else line
+                for i, line in enumerate(self.statements)
+            ),
+        ]
+
+    def _count(self, *statements: str) -> None:
+        before = self._long_functions
+        super()._count(*statements)
+        if self._apart:
+            self._long_functions_of_loops += self._long_functions - before
+            self._long_functions = before
+
+    # -- What threads share out ---------------------------------------------------------------
+
+    def _barrier(self) -> None:
+        if self.statements[-1:] != [_BARRIER]:
+            self.line(_BARRIER)
+
+    def _is_shared(self, buffer: Buffer) -> bool:
+        return buffer.shared and not self._apart
+
+    @contextlib.contextmanager
+    def _each_by_itself(self) -> Iterator[None]:
+        self._apart = True
+        yield
+        self._apart = False
+
+    @contextlib.contextmanager
+    def written(self, buffer: Buffer) -> Iterator[None]:
+        if not self._is_shared(buffer) or self._between_barriers:
+            yield
+            return
+        self._barrier()
+        self._between_barriers = True
+        yield
+        self._between_barriers = False
+        self._barrier()
+
+    @contextlib.contextmanager
+    def by_one(self, buffer: Buffer) -> Iterator[None]:
+        if not self._is_shared(buffer):
+            yield
+            return
+        with self.written(buffer), self.block("if (rank == 0)"), self._each_by_itself():
+            yield
+
+    @contextlib.contextmanager
+    def elements(
+        self, shape: Sequence[int], into: Buffer | None = None
+    ) -> Iterator[tuple[Index, ...]]:
+        if into is None or not self._is_shared(into):
+            with super().elements(shape) as indices:
+                yield indices
+        elif self.is_unrolled(math.prod(shape)):
+            # A short array may be in registers, which have no indices.
+            with self.by_one(into), super().elements(shape) as indices:
+                yield indices
+        else:
+            with self.written(into), self.spread(shape) as indices:
+                yield indices
+
+    def is_spread(self, size: int) -> bool:
+        return not self._apart and not self.is_unrolled(size)
+
+    @contextlib.contextmanager
+    def part(self, size: int, *, down: bool) -> Iterator[Index]:
+        i, length = self.name("i"), f"({size} + kThreads - 1) / kThreads"
+        own = f"{i} < (rank + 1) * ({length}) && {i} < {size}"
+        head = f"for (int {i} = rank * ({length}); {own}; ++{i})"
+        with self.block(head), self._each_by_itself():
+            yield f"({size - 1} - {i})" if down else i
+
+    @contextlib.contextmanager
+    def spread(self, shape: Sequence[int]) -> Iterator[tuple[Index, ...]]:
+        size, i, start = math.prod(shape), self.name("i"), len(self.statements)
+        self.line("#pragma unroll 1")
+        head = f"for (int {i} = rank; {i} < {size}; {i} += kThreads)"
+        with self.block(head), self._each_by_itself():
+            yield indices_of(i, shape)
+        inner = self.statements[start + 1 :]
+        self._of_loops.update(range(start, len(self.statements)))
+        if len(inner) <= _SHORT_BODY and not any("#pragma unroll 1" in line for line in inner):
+            self.statements[start] = f"#pragma unroll {_STEPS_AT_A_TIME}"
