@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
+from jax_tilekern.ops.kernel.translation import text
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import lane_functions
@@ -21,10 +22,17 @@ import lane_functions
 def check_lanes() -> int:
     """Run every function and its gradients; return how many were wrong."""
     wrong = []
+    # Groups of threads share out the short arrays too.
+    text._UNROLLED_IN_GROUPS = (3, 0)
     cases = {
-        name: (*(map_(function, in_axes=in_axes) for map_ in (jtk.kernel, jax.vmap)), args)
+        f"{name} by {threads}": (
+            jtk.kernel(function, in_axes=in_axes, threads=threads),
+            jax.vmap(function, in_axes=in_axes),
+            args,
+        )
         for name, (function, in_axes, args) in lane_functions.table().items()
         if in_axes is not None
+        for threads in (1, 32, 64)
     }
     for name, (function, args) in lane_functions.gradients().items():
         cases[f"gradient of {name}"] = (
@@ -38,7 +46,7 @@ def check_lanes() -> int:
         with jtk.strict():
             found = jax.tree.leaves(jax.jit(ours)(*args))
         # The sanitizer makes XLA's compiler for GPUs slow. A CPU has other NaN.
-        device = jax.devices()[0] if name == "bits" else jax.devices("cpu")[0]
+        device = jax.devices()[0] if name.startswith("bits") else jax.devices("cpu")[0]
         with jax.default_device(device):
             expected = jax.tree.leaves(jax.jit(vmap)(*args))
         for x, y in zip(found, expected, strict=True):

@@ -114,13 +114,15 @@ def _size(x: Any) -> int:
 
 def _terms(eqn: Any) -> int | None:
     """Return how many terms each element of a sum or a product has."""
+    dims: Sequence[int]
     if eqn.primitive.name == "dot_general":
         dims = eqn.params["dimension_numbers"][0][0]
     elif eqn.primitive.name in _REDUCTIONS:
         dims = eqn.params["axes"]
     else:
         return None
-    return math.prod(eqn.invars[0].aval.shape[d] for d in dims)
+    shape: tuple[int, ...] = eqn.invars[0].aval.shape
+    return math.prod(shape[d] for d in dims)
 
 
 def _is_cheap(eqn: Any) -> bool:

@@ -162,7 +162,7 @@ class GroupWriter(LaneWriter):
 
     @contextlib.contextmanager
     def elements(
-        self, shape: Sequence[int], into: Buffer | None = None
+        self, shape: Sequence[int], into: Buffer | None = None, read: Sequence[Value] = ()
     ) -> Iterator[tuple[Index, ...]]:
         if into is None or not self._is_shared(into):
             with super().elements(shape) as indices:
@@ -172,8 +172,17 @@ class GroupWriter(LaneWriter):
             with self.by_one(into), super().elements(shape) as indices:
                 yield indices
         else:
-            with self.written(into), self.spread(shape) as indices:
-                yield indices
+            rows = len(shape)
+            # An array in registers is read at indices of unrolled loops.
+            if any(not buffer.shared for value in read for buffer in value.buffers):
+                ends = (d for d in range(rows) if self.is_unrolled(math.prod(shape[d:])))
+                rows = next(ends, rows)
+            with (
+                self.written(into),
+                self.spread(shape[:rows]) as row,
+                super().elements(shape[rows:]) as column,
+            ):
+                yield (*row, *column)
 
     def is_spread(self, size: int) -> bool:
         return not self._apart and not self.is_unrolled(size)

@@ -213,13 +213,13 @@ class LaneWriter:
 
     @contextlib.contextmanager
     def elements(
-        self, shape: Sequence[int], into: Buffer | None = None
+        self, shape: Sequence[int], into: Buffer | None = None, read: Sequence[Value] = ()
     ) -> Iterator[tuple[Index, ...]]:
         """Write loops over the elements of an array; yields the indices.
 
-        The body may write to ``into``, at a place of its own for each element.
+        The body may write to ``into``, at a place of its own for each element. It reads ``read``.
         """
-        del into
+        del into, read
         with contextlib.ExitStack() as stack:
             yield tuple(
                 stack.enter_context(self.loop(size, unroll=math.prod(shape[i:]) <= self._unrolled))
@@ -331,7 +331,7 @@ class LaneWriter:
             with self.elements((value.size,), buffer) as (i,):
                 self.line(flat.store((i,), value.flat(i)))
         else:
-            with self.elements(value.shape, buffer) as indices:
+            with self.elements(value.shape, buffer, [value]) as indices:
                 self.line(buffer.store(indices, value.at(indices)))
         return in_memory(buffer)
 
@@ -451,7 +451,7 @@ class LaneWriter:
             with self.elements((math.prod(shape),), buffer) as (i,):
                 self.line(flat.store((i,), at_position(i)))
         else:
-            with self.elements(shape, buffer) as indices:
+            with self.elements(shape, buffer, read) as indices:
                 self.line(buffer.store(indices, element(indices)))
         return in_memory(buffer)
 
