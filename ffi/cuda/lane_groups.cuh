@@ -52,12 +52,13 @@ inline T value_before(T x, int places) {
     return __shfl_up_sync(~0u, x, places);
   }
 }
+// That of one thread of the warp.
 template <typename T>
-inline T value_of_first(T x) {
+inline T value_of(T x, int lane) {
   if constexpr (sizeof(T) < 4) {
-    return static_cast<T>(__shfl_sync(~0u, static_cast<int>(x), 0));
+    return static_cast<T>(__shfl_sync(~0u, static_cast<int>(x), lane));
   } else {
-    return __shfl_sync(~0u, x, 0);
+    return __shfl_sync(~0u, x, lane);
   }
 }
 
@@ -75,28 +76,41 @@ inline void* reduction_memory() {
 template <int kThreads, typename T, int kCount, typename Combine>
 inline void reduce_in_group(T (&x)[kCount], Combine combine) {
   static_assert(kCount <= kMaxReduced);
+  constexpr int kPadded = kCount > 8 ? 16 : kCount > 4 ? 8 : kCount > 2 ? 4 : kCount;
+  constexpr int kLanes = 32 / kPadded;  // For each element.
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  T own[kPadded];
 #pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) {
+  for (int i = 0; i < kPadded; ++i) own[i] = x[i < kCount ? i : 0];
+  // Half of the threads goes on with half of the elements, until each thread has one.
+  int mask = 16;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = combine(x[i], value_across(x[i], mask));
+  for (int half = kPadded / 2; half > 0; half /= 2, mask /= 2) {
+    const bool upper = (lane & mask) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const T other = value_across(upper ? own[i] : own[i + half], mask);
+      own[i] = combine(upper ? own[i + half] : own[i], other);
+    }
   }
+#pragma unroll
+  for (; mask > 0; mask /= 2) own[0] = combine(own[0], value_across(own[0], mask));
   if constexpr (kThreads == 32) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = value_of_first(x[i]);
+    for (int i = 0; i < kCount; ++i) x[i] = value_of(own[0], i * kLanes);
   } else {
     T* const of_warps = static_cast<T*>(reduction_memory<kThreads>());
     __syncthreads();  // The memory has been read for the reduction before.
-    if (threadIdx.x % 32 == 0) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) of_warps[threadIdx.x / 32 * kCount + i] = x[i];
+    if (lane % kLanes == 0 && lane / kLanes < kCount) {
+      of_warps[warp * kCount + lane / kLanes] = own[0];
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       x[i] = of_warps[i];
 #pragma unroll
-      for (int warp = 1; warp < kThreads / 32; ++warp) {
-        x[i] = combine(x[i], of_warps[warp * kCount + i]);
+      for (int other = 1; other < kThreads / 32; ++other) {
+        x[i] = combine(x[i], of_warps[other * kCount + i]);
       }
     }
   }
