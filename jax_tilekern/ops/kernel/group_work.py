@@ -44,8 +44,9 @@ def _equation(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
     if meaning is not None:
         return inner(meaning)
     if name == "scan":
+        stacked = len(eqn.outvars) - compat.scan_parts(eqn)[1]
         steps: int = params["length"]
-        return steps * inner(params["jaxpr"])
+        return steps * (inner(params["jaxpr"]) + LaneWork(accesses=stacked, barriers=2 * stacked))
     if name == "while":
         return NOMINAL_STEPS * (inner(params["cond_jaxpr"]) + inner(params["body_jaxpr"]))
     if name == "cond":
