@@ -29,6 +29,15 @@ def with_data(data, key):
     return lax.scan(step, jnp.zeros(8), jax.random.split(key, 100))[0]
 
 
+def sampler(key):
+    """Steps of noise on two numbers."""
+
+    def step(q, key):
+        return 0.9 * q + jax.random.normal(key, q.shape), None
+
+    return lax.scan(step, jnp.zeros(2), jax.random.split(key, 200))[0]
+
+
 def recurrent(weights, xs):
     return lax.scan(lambda h, x: (jnp.tanh(weights @ h + x), None), xs[0], xs)[0]
 
@@ -38,6 +47,13 @@ CALLS = {
     "Lorenz": (lorenz, (0, None), [struct(10_000, 3), struct(3)], "kernel"),
     "Collatz": (collatz, 0, [struct(10**6, dtype=np.uint32)], "kernel"),
     "Metropolis": (metropolis, 0, [KEYS, struct(1024)], "kernel"),
+    # Its array of keys is long, and no other.
+    "sampler": (
+        sampler,
+        0,
+        [jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 32))],
+        "kernel",
+    ),
     "Kalman": (
         kalman,
         (None, None, None, 0),

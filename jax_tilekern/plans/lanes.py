@@ -22,6 +22,9 @@ from jax_tilekern.plans.launch import (
 from jax_tilekern.plans.policy import current_policy
 
 _THREADS = (128, 64, 32)
+# How many times fewer instructions a thread of a group must have than one thread alone, and how
+# many times faster the group must be predicted, because times of one thread are measured.
+_LEAST_GAIN = 2
 # Fewer threads a CTA spread few lanes over more SMs.
 _CTAS_PER_SM = 2
 
@@ -63,8 +66,9 @@ def plan_lanes(
             threads: (x.kernel_us(alone.lanes, gpu, threads), kernel)
             for kernel in kernels
             for threads, x in kernel.work
+            if threads == 1 or _LEAST_GAIN * x.instructions <= work.instructions
         }
-        threads = min(times, key=lambda n: times[n][0])
+        threads = min(times, key=lambda n: times[n][0] * (1 if n == 1 else _LEAST_GAIN))
         ours, kernel = times[threads]
         xla = work.xla_us(gpu)
         # Loops of unknown length take as many steps on both sides: their times are no predictions.

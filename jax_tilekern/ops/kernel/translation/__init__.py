@@ -1,4 +1,4 @@
-"""A JAX function as the text of a CUDA kernel, in which each thread, a *lane*, evaluates it once.
+"""A JAX function as the text of a CUDA kernel, in which threads evaluate lanes.
 
 ``keys.py`` replaces typed random keys by their data, ``text.py`` writes the kernel of a jaxpr.
 ``writer.py`` writes equations: scalars by ``epilogue/cuda_text.py``, arrays by ``arrays.py``,
