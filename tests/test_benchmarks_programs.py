@@ -109,7 +109,7 @@ def test_functions_with_loops(tmp_path):
     file = tmp_path / "lanes.json"
     assert main(["jax_kernel", "--seconds", "0.01", "--json", str(file)]) == 0
     errors = [error for row in record.read(file)["rows"] for error in row["error"].values()]
-    assert len(errors) == 28
+    assert len(errors) == 31
     assert max(errors) < 1e-4
 
 
