@@ -36,8 +36,7 @@ _FAMILIES = ("wgmma", "split", "small", "mma", "simt", "rows", "columns")
 # Common tiles, and the SMs of the GPUs that share them.
 _TILE, _SMS = 128, 132
 _MOST_ZEROS = 7
-# Of a call whose planner states no workload: the arrays and the numbers among its parameters that
-# are features.
+# How many arrays and numbers are features of a call whose planner states no workload.
 _OPERANDS, _RESULTS, _PARAMETERS = 4, 2, 6
 _KINDS = "biufcV"
 
