@@ -141,7 +141,9 @@ def test_calls_of_primitives_are_fitted():
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize("name", ["matmul", "linalg.inv", "quantize", "segment_sum", "take", "bincount"])
+@pytest.mark.parametrize(
+    "name", ["matmul", "linalg.inv", "quantize", "segment_sum", "take", "bincount"]
+)
 def test_samples_of_descriptions_have_sizes_of_the_device(name, device):
     most_bytes, _ = LIMITS[device]
     sizes = []
