@@ -29,9 +29,9 @@ from jax_tilekern.ops.kernel.translation.values import (
 )
 from jax_tilekern.ops.kernel.translation.writer import MAX_INLINED, LaneWriter, with_calls
 
-# Beyond this, arrays of a lane lie in the workspace. Every GPU has it for four CTAs of an SM, or
-# two.
-_SHARED_BYTES = 48 << 10
+# Beyond this, arrays of a lane lie in the workspace. A CTA has 48 KiB unless it opts in to more, of
+# which reductions take up to 4.
+_SHARED_BYTES = 44 << 10
 _ALIGNMENT = 16
 # Bytes of a load of several elements, and how many elements a row of them may have.
 VECTOR, _MAX_ROW = 16, 16
