@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from emulated_plans import COMPILER
 from jax import lax
+from jaxprs import parameters
 from lane_functions import integers_of, normal
 from lanes import Emulated
 from nvrtc_mark import needs_nvrtc
@@ -22,6 +23,8 @@ from test_emulated_lanes import (
 
 import jax_tilekern as jtk
 from benchmarks.jax_kernel import _hmc
+from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.ops.kernel.kernel import write_kernel
 from jax_tilekern.ops.kernel.translation import text
 from jax_tilekern.ops.kernel.translation.groups import GroupWriter
 
@@ -209,8 +212,26 @@ def test_threads_are_those_asked_for(threads):
     struct = jax.ShapeDtypeStruct((1024, 500), np.float32)
     with jtk.gpu_target("H100"):
         (choice,) = jtk.explain(function, struct)
+        (without_lanes,) = jtk.explain(function, jax.ShapeDtypeStruct((0, 500), np.float32))
         derivatives = jtk.explain(jax.grad(lambda x: jnp.sum(function(x))), struct)
+    assert without_lanes.kernel is None
     kind = "lanes" if threads == 1 else "groups"
     assert all(x.kernel.startswith(f"{kind}_") for x in (choice, *derivatives))
     if threads > 1:
         assert f"1024 lanes of {threads} threads each" in choice.reason
+
+
+@needs_nvrtc
+def test_shared_memory_needs_no_opt_in():
+    def function(x):
+        y = jnp.sort(x)
+        return (y[::-1] * y).sum(), jnp.cumsum(y)[::7].max()
+
+    (eqn,) = jax.make_jaxpr(jtk.kernel(function))(np.zeros((4, 11_000), np.float32)).jaxpr.eqns
+    group = write_kernel([x.aval for x in eqn.invars], group=True, **parameters(eqn))
+    kernel = group.kernel(1024)
+    static = compile_kernels(kernel, arch="sm_90a").entry(kernel.name).shared_memory_bytes
+    assert static > 0
+    assert group.shared_bytes > 40_000
+    assert group.workspace_bytes > 0
+    assert static + group.shared_bytes <= 48 << 10
