@@ -67,6 +67,7 @@ _FOLDS = 5
 # and for errors.
 _MANY, _FEW = (120, 5, 0.12), (60, 4, 0.15)
 _MANY_TIMES = 800
+_FEWEST = 25  # calls of an operation that has a model
 _ERRORS = (40, 3, 0.1)
 _RATE_QUANTILE = 0.98
 # Margins to try. The best has the largest mean of the logarithm of the speed over XLA's, less the
@@ -92,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     records = list(arguments.records)
     if arguments.measure is not None:
+        arguments.measure.mkdir(parents=True, exist_ok=True)
         commands = _ON_CPUS if arguments.device.startswith("CPU") else _ON_GPUS
         for command, share in commands.items():
             record = arguments.measure / f"{command.partition(' --')[0].replace(' ', '-')}.jsonl"
@@ -113,8 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
     models = {}
     for operation in dict.fromkeys(call.workload.operation for call in calls):
         own = [call for call in calls if call.workload.operation == operation]
-        # Without a model, an operation is XLA's.
-        if any(call.ours and call.xla is not None for call in own):
+        # Without a model, an operation has what its planner's rules say.
+        if sum(bool(call.ours and call.xla is not None) for call in own) >= _FEWEST:
             models[operation] = _fitted(device, own, operation)
     if arguments.json is not None:
         content = {
