@@ -58,6 +58,7 @@ def assert_both_orders(emulated, name, args, wanted):
 
 
 @pytest.mark.parametrize("threads", [32, 128])
+@pytest.mark.one_in(2)
 def test_table(tmp_path, threads):
     names = SAMPLE[threads == 128 :: 2]
     emulated = Emulated(
@@ -147,6 +148,7 @@ def cases(map_):
 
 
 @pytest.mark.parametrize("threads", [32, 64])
+@pytest.mark.one_in(2)
 def test_is_vmap(tmp_path, threads):
     traced = {
         name: jax.make_jaxpr(lambda *args, f=f: raw(f(*args)))(*args)

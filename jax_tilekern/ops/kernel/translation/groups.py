@@ -184,6 +184,10 @@ class GroupWriter(LaneWriter):
             ):
                 yield (*row, *column)
 
+    def _steps_at_a_time(self) -> int:
+        # A thread by itself sums up or compares elements that it loads.
+        return _STEPS_AT_A_TIME if self._apart else 1
+
     def is_spread(self, size: int) -> bool:
         return not self._apart and not self.is_unrolled(size)
 
@@ -204,5 +208,6 @@ class GroupWriter(LaneWriter):
             yield indices_of(i, shape)
         inner = self.statements[start + 1 :]
         self._of_loops.update(range(start, len(self.statements)))
-        if len(inner) <= _SHORT_BODY and not any("#pragma unroll 1" in line for line in inner):
+        has_loops = any(line.startswith("#pragma unroll ") for line in inner)
+        if len(inner) <= _SHORT_BODY and not has_loops:
             self.statements[start] = f"#pragma unroll {_STEPS_AT_A_TIME}"

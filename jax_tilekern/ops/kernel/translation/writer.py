@@ -183,7 +183,7 @@ class LaneWriter:
             yield 0
             return
         i = self.name("i")
-        self.line("#pragma unroll" if unroll else "#pragma unroll 1")
+        self.line("#pragma unroll" if unroll else f"#pragma unroll {self._steps_at_a_time()}")
         head = (
             f"int {i} = {size - 1}; {i} >= 0; --{i}"
             if down
@@ -194,6 +194,9 @@ class LaneWriter:
         with self.block(f"for ({head})"):
             yield i
         self._repeated //= factor
+
+    def _steps_at_a_time(self) -> int:
+        return 1
 
     @contextlib.contextmanager
     def steps(self, size: int, rows: int, *, down: bool = False) -> Iterator[Index]:
