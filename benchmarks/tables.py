@@ -25,6 +25,7 @@ from benchmarks.ladder import Problem, first_sentence, problems_of, time_cells
 from benchmarks.record import RESULTS, Record, read
 from benchmarks.report import SLOWER, WRONG, error_of, table
 from benchmarks.rows import Row
+from benchmarks.translations import primitives
 from jax_tilekern.cli.console import duration, size
 
 ROOT = Path(__file__).parent.parent
@@ -359,8 +360,8 @@ def times(ladder: str) -> Iterator[str]:
 _TABLES: Mapping[str, Callable[..., Iterator[str]]] = {
     query.__name__: query
     for query in (
-        devices, first, fp8, ideas, mixture, operations, policy, random, segments, speed, start,
-        story, tests, times,
+        devices, first, fp8, ideas, mixture, operations, policy, primitives, random, segments,
+        speed, start, story, tests, times,
     )
 }  # fmt: skip
 

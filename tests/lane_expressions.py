@@ -221,11 +221,81 @@ def mixed_products(a, b):
     )  # fmt: skip
 
 
+def tridiagonal(lower, diagonal, upper, b):
+    """Systems with one or more right sides, batches of them, and a singular one."""
+
+    def solve(*operands):
+        return lax.linalg.tridiagonal_solve(*operands)
+
+    batch = [jnp.stack([x, 2 * x]) for x in (lower, diagonal, upper)]
+    return (
+        solve(lower, diagonal, upper, b), solve(lower, diagonal, upper, b[:, :1]),
+        solve(*batch, jnp.stack([b, b[::-1]])), solve(lower, 0 * diagonal, upper, b)[:, 0],
+        solve(lower[:1], diagonal[:1], upper[:1], b[:1]),
+        solve(lower[:2], b[:2, 0], upper[:2], b[:2]),
+        solve(0 * lower, diagonal.at[2].set(0), 0 * upper, b),
+    )  # fmt: skip
+
+
+def spectra(a):
+    """Eigenvalues and singular values, and products that signs of vectors do not change."""
+    symmetric = a + a.T
+    values, vectors = jnp.linalg.eigh(symmetric)
+    low_rank = jnp.concatenate([a[:, :2], a[:, :1]], 1)
+    found = []
+    for x in (a, a[:3], a[:, :3], a[:1], low_rank):
+        left, sizes, right = jnp.linalg.svd(x, full_matrices=False)
+        found += [sizes, left * sizes @ right, left.T @ left, right @ right.T]
+    left, _, right = jnp.linalg.svd(a[:, :2])
+    return (
+        *found, values, jnp.abs(vectors), vectors * jnp.exp(values) @ vectors.T,
+        jnp.linalg.eigvalsh(jnp.stack([a, a.T]), UPLO="L"), jnp.linalg.eigvalsh(symmetric[:3, :3]),
+        left.T @ left, right @ right.T, jnp.linalg.svd(a, compute_uv=False), jnp.linalg.pinv(a),
+        jnp.linalg.cond(a), jnp.linalg.matrix_rank(low_rank), jnp.linalg.norm(a, 2),
+        jnp.linalg.eigvalsh(symmetric.at[0, 0].set(jnp.nan)), jnp.linalg.eigvalsh(jnp.eye(3)),
+        jnp.linalg.svd(0 * a, compute_uv=False), jnp.linalg.lstsq(a, a[:, 0])[0],
+    )  # fmt: skip
+
+
+def special(a, x):
+    f = jax.scipy.special
+    return (
+        f.gammainc(a, x), f.gammaincc(a, x), f.betainc(a, a + 1, x / 9), f.i0e(x),
+        f.i1e(-x), f.i0(x), f.zeta(a + 1.1, x), f.polygamma(2, x), f.polygamma(0, a),
+        lax.zeta(a + 1, -x / 2), lax.zeta(jnp.float32(4), jnp.floor(-x)), lax.lgamma(a),
+        f.gammainc(a.astype(jnp.bfloat16), x.astype(jnp.bfloat16)),
+        jax.scipy.stats.gamma.cdf(x, a), jax.scipy.stats.beta.cdf(x / 9, a, 2.0),
+    )  # fmt: skip
+
+
+def ciphers(n):
+    """Keys of other ciphers than the usual one, and the arithmetic that they are made of."""
+    narrow = n.astype(jnp.int8)
+    found = [lax.mulhi(n, n[::-1]), lax.mulhi(narrow, 3 * narrow)]
+    for name in ("philox4x32", "threefry2x32"):
+        key = jax.random.fold_in(jax.random.key(3, impl=name), n[0])
+        one, two = jax.random.split(key)
+        found += [jax.random.bits(one, (5,)), jax.random.uniform(two, (3,)), jax.random.poisson(
+            jax.random.key(n[1]), jnp.float32([0.5, 20]))]  # fmt: skip
+    return found
+
+
+def calls(x):
+    """Functions with rules for transformations, which a lane evaluates as they are."""
+
+    @jax.custom_batching.custom_vmap
+    def doubled(x):
+        return 2 * x
+
+    doubled.def_vmap(lambda size, batched, x: (2 * x, batched[0]))
+    return doubled(x), lax.eq_to_p.bind(x, jnp.abs(x))
+
+
 def table():
     """Return the cases by name: function, in_axes and arguments."""
     numbers = np.arange(N, dtype=np.int32)
     counts = np.array([[3, 0, 1], [0, 0, 0], [-1, 5, 2]] * 3, np.int32)[:N]
-    special = np.float32([0, -0.0, np.nan, np.inf, -np.inf, -3.7, 2.5e9])
+    special_numbers = np.float32([0, -0.0, np.nan, np.inf, -np.inf, -3.7, 2.5e9])
     arguments = {
         broadcasts: (normal(N, 3, 4), numbers % 3),
         orders: (normal(N, 3, 4),),
@@ -236,18 +306,29 @@ def table():
         narrow_ranges: (numbers,),
         powers: (np.float32([0.7, -1.3, 2, 0, 1, -0.5, 3]), NUMBERS // 25),
         reducers: (normal(N, 3, 4), integers_of(N, 5)),
-        edges: (special, NUMBERS),
+        edges: (special_numbers, NUMBERS),
         mixed_products: (normal(N, 3, 4) * 9, normal(N, 4, 3) * 9),
+        tridiagonal: (*diagonals(6), normal(N, 6, 2)),
+        spectra: (normal(N, 4, 4),),
+        special: (np.linspace(0.3, 6, N, dtype=np.float32), np.abs(normal(N)) * 5),
+        ciphers: (integers_of(N, 4, low=0),),
+        calls: (normal(N, 3),),
     }
     return {function.__name__: (function, 0, args) for function, args in arguments.items()}
 
 
+def diagonals(size, scale=0.3):
+    """Return systems whose own diagonals are small, so that rows are exchanged."""
+    lower, diagonal, upper = normal(3, N, size)
+    return lower, np.float32(scale) * diagonal, upper
+
+
 def wide_table():
     """Return the cases of 64-bit types."""
-    special = np.array([0, -0.0, np.nan, np.inf, -np.inf, -3.7, 2.5e9])
+    special_numbers = np.array([0, -0.0, np.nan, np.inf, -np.inf, -3.7, 2.5e9])
     numbers = NUMBERS.astype(np.int64)
     return {
-        "edges64": (edges, 0, (special, numbers)),
+        "edges64": (edges, 0, (special_numbers, numbers)),
         "index_types64": (wide_index_types, 0, (normal(N, 5), numbers // 25)),
     }
 
@@ -259,8 +340,33 @@ def gradients():
         found = map_(function)(x, *others)
         return sum(jnp.sum(y) for y in found if y.dtype.kind == "f")
 
+    def of_spectra(map_, a):
+        def invariants(a):
+            values, vectors = jnp.linalg.eigh(a + a.T)
+            left, sizes, right = jnp.linalg.svd(a[:3], full_matrices=False)
+            root = vectors * jnp.cos(values) @ vectors.T
+            return sizes, (left @ right)[0], root[0], values**2
+
+        return of(invariants, map_, a)
+
+    def of_special(map_, a, x):
+        def with_derivatives(a, x):
+            functions = jax.scipy.special
+            return (
+                functions.gammainc(a, x), functions.gammaincc(a, x), functions.i0e(x),
+                functions.betainc(2.0, 1.5, x / 19), functions.i1e(-x), lax.digamma(a),
+            )  # fmt: skip
+
+        return of(with_derivatives, map_, a, x)
+
     numbers = np.arange(N, dtype=np.int32) % 3
     return {
+        "tridiagonal": (
+            lambda map_, *operands: of(lambda *x: tridiagonal(*x)[:3], map_, *operands),
+            (*diagonals(6), normal(N, 6, 2)),
+        ),
+        "spectra": (of_spectra, (normal(N, 4, 4),)),
+        "special": (of_special, (np.linspace(0.3, 6, N, dtype=np.float32), np.abs(normal(N)) * 5)),
         "broadcasts": (lambda map_, x: of(broadcasts, map_, x, numbers), (normal(N, 3, 4),)),
         "orders": (functools.partial(of, orders), (normal(N, 3, 4),)),
     }

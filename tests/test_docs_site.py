@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 
+import jax
 import pytest
 from guides import DOCS
 
@@ -80,6 +81,8 @@ def test_files_that_a_page_links_to_exist():
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_tables_are_those_of_the_records(page):
     # `python -m benchmarks tables` writes them.
+    if page.name == "primitives.md" and f"jax {jax.__version__}." not in page.read_text():
+        pytest.skip("the page has the primitives of another version of JAX")
     text = page.read_text()
     assert text == tables.with_tables(text)
 

@@ -17,6 +17,11 @@ import jax_tilekern as jtk
 TABLE = lane_functions.table() | lane_expressions.table()
 WIDE = lane_functions.wide_table() | lane_expressions.wide_table()
 GRADIENTS = lane_functions.gradients() | lane_expressions.gradients()
+# Systems whose condition is large.
+LONG = (
+    jax.lax.linalg.tridiagonal_solve, 0,
+    (*lane_expressions.diagonals(100, 1e-3), lane_functions.normal(7, 100, 1)),
+)  # fmt: skip
 # Random programs of the default selection.
 PROGRAMS = [*zip(lane_programs.DERIVATIVES, (0, 1, 1, 0), strict=True)]
 PROGRAM_ARGUMENTS = (
@@ -51,7 +56,7 @@ def raw(tree):
 def emulated(tmp_path_factory):
     """Every function, compiled in one program."""
     traced = {}
-    for name, case in TABLE.items():
+    for name, case in (TABLE | {"long tridiagonal": LONG}).items():
         function, args = mapped_by(case, jtk.kernel)
         traced[name] = jax.make_jaxpr(lambda *args, f=function: raw(f(*args)))(*args)
     for name, case in GRADIENTS.items():
@@ -124,6 +129,24 @@ def test_digamma_of_zero(emulated):
     # NaN in JAX 0.10.
     zeros = np.float32([0, -0.0] * 3)
     assert_close(emulated("digamma", zeros), [np.full_like(zeros, -np.inf)])
+
+
+def test_tridiagonal_solutions_have_small_residuals(emulated):
+    """Also where pivots are small.
+
+    With row exchanges the elements of L are at most 1, two in a column, and those of U at most
+    twice the matrix's, three in a column. So the 1-norm of ``|L| |U|`` is at most 12 times the
+    largest element. An element of the matrix, and of the right side, takes part in at most n + 8
+    roundings.
+    """
+    lower, diagonal, upper, b = operands = LONG[2]
+    (x,) = emulated("long tridiagonal", *operands)
+    n, unit = b.shape[1], np.finfo(np.float32).eps / 2
+    for i in range(len(b)):
+        above, below = np.diag(upper[i, :-1], 1), np.diag(lower[i, 1:], -1)
+        matrix = (np.diag(diagonal[i]) + above + below).astype(np.float64)
+        residual = np.abs(matrix @ x[i] - b[i]).sum()
+        assert residual <= 12 * (n + 8) * unit * np.abs(matrix).max() * np.abs(x[i]).sum()
 
 
 @pytest.mark.parametrize("name", WIDE)

@@ -154,6 +154,60 @@ def test_lanes_are_right(lanes):
     assert "#" in "".join(lines)
 
 
+def test_chains_of_nuts_agree(capsys):
+    pytest.importorskip("blackjax")
+    samplers = example("samplers")
+    samplers.CHAINS, samplers.WARM_UP, samplers.STEPS = 32, 100, 100
+    draws = samplers.main()
+    assert capsys.readouterr().out.count("R-hat") == 3
+    # As of long runs of several samplers.
+    for i, (mean, spread) in enumerate(((4.4, 3.3), (0.8, 1.2))):
+        r_hat, size = samplers.diagnostics(draws[..., i])
+        assert r_hat < 1.1
+        assert 100 < size < 4 * draws[..., i].size
+        assert abs(draws[..., i].mean() - mean) < 5 * spread / np.sqrt(size)
+
+
+def test_diagnostics_of_draws_that_are_known(rng):
+    pytest.importorskip("blackjax")
+    diagnostics = example("samplers").diagnostics
+    noise = rng.normal(size=(64, 400))
+    r_hat, size = diagnostics(noise)
+    assert abs(r_hat - 1) < 0.01
+    assert 0.8 < size / noise.size < 1.25
+    # An autoregression of 0.9 has a 19th of the draws' worth.
+    correlated = noise.copy()
+    for t in range(1, 400):
+        correlated[:, t] = 0.9 * correlated[:, t - 1] + noise[:, t] * np.sqrt(0.19)
+    assert 0.7 < diagnostics(correlated)[1] / (noise.size / 19) < 1.4
+    assert diagnostics(noise + 3 * rng.normal(size=(64, 1)))[0] > 2
+
+
+def test_rates_of_predators_and_prey_are_found(capsys):
+    pytest.importorskip("diffrax")
+    ode = example("ode")
+    ode.MEMBERS = 50
+    rates, losses = ode.main(updates=60)
+    np.testing.assert_allclose(rates, ode.TRUTH, 0.05)
+    assert losses[-1] < losses[0] / 100
+    assert "update 50" in capsys.readouterr().out
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", ["samplers", "ode"])
+def test_each_function_of_libraries_is_a_kernel(name):
+    pytest.importorskip({"samplers": "blackjax", "ode": "diffrax"}[name])
+    program = example(name)
+    with jtk.gpu_target("sm_90"), jtk.strict():
+        if name == "ode":
+            args = program.TRUTH, jnp.ones((100, 2)), jnp.ones((100, 7, 2))
+            choices = jtk.explain(jax.grad(program.loss), *args)
+        else:
+            keys = jax.random.split(jax.random.key(0), 100)
+            choices = jtk.explain(jtk.kernel(program.chain), keys)
+    assert all(choice.kernel for choice in choices)
+
+
 @needs_nvrtc
 def test_each_function_of_lanes_is_a_kernel(lanes):
     keys, scalar = jax.random.split(jax.random.key(0), 100), jnp.float32(1)

@@ -71,7 +71,7 @@ def test_an_unknown_parameter_of_keys_is_refused(name):
     (eqn,) = jax.make_jaxpr(jax.random.key_data)(jax.random.key(0)).eqns
     eqn = eqn.replace(primitive=PRIMITIVES[name], params={"mystery": 1})
     with pytest.raises(Untranslatable, match=f"no CUDA for {name} with mystery=1"):
-        keys._equation(eqn, [jnp.zeros(2, jnp.uint32)])
+        keys._equation(eqn, [jnp.zeros(2, jnp.uint32)], inlined=False)
 
 
 X = np.ones((2, 3), np.float32)
@@ -101,7 +101,14 @@ REFUSED = {
         X,
     ),
     "debug_callback": (lambda x: jax.debug.callback(print, x), X),
-    "igamma": (lambda x: lax.igamma(x, x), X),
+    "tridiagonal_solve with perturb_singular": (
+        lambda x: lax.linalg.tridiagonal_solve(x[0], x[0], x[0], x.T, perturb_singular=True),
+        X,
+    ),
+    "svd with subset_by_index": (
+        lambda x: lax.linalg.svd(x, full_matrices=False, subset_by_index=(0, 1)),
+        X,
+    ),
     "nextafter of float16": (lambda x: lax.nextafter(x, x), HALF),
 }
 

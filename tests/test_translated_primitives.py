@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_tilekern as jtk
+from benchmarks import translations
 from jax_tilekern.epilogue.cuda_text import ScalarWriter, cuda_text
 from jax_tilekern.epilogue.plain_data import to_data
 from jax_tilekern.epilogue.primitives import is_translated
@@ -20,6 +21,7 @@ from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.fusion.elementwise import inlined_call, readings
 from jax_tilekern.fusion.groups import product_of
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.kernel.translation.refusals import REASONS
 
 F32 = np.dtype(np.float32)
 PRIMITIVES = {
@@ -127,6 +129,10 @@ def test_no_other_primitive_is_translated():
     for primitive in PRIMITIVES.values():
         words = "with mystery" if primitive.name in TRANSLATED else f"no CUDA for {primitive.name}"
         assert refused(eqn.replace(primitive=primitive, params={"mystery": 1}), words)
+
+
+def test_primitives_with_a_reason_have_no_translation():
+    assert not [name for name in REASONS if translations.translator(name)]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
+from jax._src.lax import special as _special
 from jax._src.lib import mlir as _mlir_lib
 from jax._src.lib.mlir.dialects import func as _func
 from jax._src.lib.mlir.dialects import hlo as _hlo  # type: ignore[attr-defined]
@@ -81,6 +82,7 @@ __all__ = [
     "key_functions",
     "leaf_equations",
     "lower_per_platform",
+    "lowered_functions",
     "mlir",
     "name_p",
     "one_element_axis",
@@ -364,6 +366,21 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
 def key_functions(dtype: Any) -> Any:
     """Return the functions of raw keys (``split``, ``random_bits``, ...) of a type of keys."""
     return dtype._impl
+
+
+def lowered_functions() -> dict[str, Callable[..., Any]]:
+    """Return the functions of arrays that JAX lowers primitives to."""
+
+    def of_type(function: Callable[..., Any], *operands: Any) -> Any:
+        return function(*operands, dtype=operands[0].dtype)
+
+    functions = ("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta")
+    ciphers = ("philox2x32", "philox4x32", "threefry4x32")
+    return {
+        "bessel_i0e": _special.bessel_i0e_impl,
+        **{x: functools.partial(of_type, getattr(_special, f"{x}_impl")) for x in functions},
+        **{x: getattr(sys.modules[f"jax._src.random.{x}"], f"_{x}_lowering") for x in ciphers},
+    }
 
 
 def traced_from(eqn: Any) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from jax import lax
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import partial_eval
+from jax_tilekern.ops.kernel.translation.keys import is_key, raw_type, without_keys
 
 # "auto" for a choice by the bytes to save, ``None`` for no checkpoints, or the steps between two.
 Checkpoint = Literal["auto"] | int | None
@@ -94,7 +95,9 @@ def _divided(
         jaxpr, unknown, instantiate=False
     )
     left = checkpoint if every is None else None
-    return Division(first, second, unknown_results, residuals, left)
+    # Derivatives of custom functions of random keys save keys.
+    saved = [raw_type(x) if is_key(x) else x for x in residuals]
+    return Division(without_keys(first), without_keys(second), unknown_results, saved, left)
 
 
 def _has_long_loop(jaxpr: Any) -> bool:

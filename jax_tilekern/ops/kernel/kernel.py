@@ -22,6 +22,7 @@ from jax_tilekern.ops.cuda_kernel.sharding import explicit_shardings
 from jax_tilekern.ops.kernel.checkpoints import Checkpoint, checked
 from jax_tilekern.ops.kernel.group_work import has_arrays_beyond
 from jax_tilekern.ops.kernel.rules import Axes, LaneFunction, Rules, lane_sizes, type_of_lanes
+from jax_tilekern.ops.kernel.translation.callbacks import without_callbacks
 from jax_tilekern.ops.kernel.translation.keys import is_key, without_keys
 from jax_tilekern.ops.kernel.translation.text import Layout, lane_kernel
 from jax_tilekern.ops.kernel.work import IN_REGISTERS
@@ -232,6 +233,9 @@ def _mapped(
     operands += consts
     operand_axes += [(None,)] * len(consts)
     raw = [jax.random.key_data(x) if is_key(jax.typeof(x)) else x for x in operands]
+    closed, shared = without_callbacks(closed, raw, [axes != (None,) for axes in operand_axes])
+    raw += shared
+    operand_axes += [(None,)] * len(shared)
     given_axes = compat.broadcast_prefix(out_axes, shapes)
     out_positions = [
         _positive(axis, aval.ndim + 1)
@@ -416,7 +420,8 @@ def write_kernel(
         [Layout(np.dtype(x.dtype), tuple(x.shape), a) for x, a in zip(given, axes, strict=True)]
         for given, axes in ((avals, operand_axes), (results, result_axes))
     ]
-    return lane_kernel(function.name, compat.in_low_primitives(jaxpr), *layouts, group=group)
+    low = without_keys(compat.in_low_primitives(jaxpr), inlined=True)
+    return lane_kernel(function.name, low, *layouts, group=group)
 
 
 def _on_cuda(

@@ -23,6 +23,7 @@ from jax_tilekern.interop.compat import ad, partial_eval
 from jax_tilekern.interop.global_modes import by_types, mode_independent
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.kernel.checkpoints import Checkpoint, divided
+from jax_tilekern.ops.kernel.translation.keys import raw_type
 from jax_tilekern.scope import under_traced_settings, with_traced_settings
 
 # A residual of up to so many elements is saved for every lane, even where it is the same for all.
@@ -57,7 +58,7 @@ class LaneFunction:
 
 
 def _dtypes(closed: Any) -> set[np.dtype[Any]]:
-    found = {np.dtype(aval.dtype) for aval in (*closed.in_avals, *closed.out_avals)}
+    found = {np.dtype(raw_type(x).dtype) for x in (*closed.in_avals, *closed.out_avals)}
     for eqn in closed.jaxpr.eqns:
         found |= {
             np.dtype(x.aval.dtype)

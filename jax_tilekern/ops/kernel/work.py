@@ -20,6 +20,7 @@ VIEWS = frozenset({"transpose", "slice", "rev", "squeeze", "split", "unstack", "
 # Primitives for which XLA launches kernels of their own, and how many.
 _XLA_KERNELS = {
     **dict.fromkeys(("cholesky", "lu", "qr", "geqrf", "householder_product"), 4),
+    **dict.fromkeys(("eigh", "svd", "tridiagonal_solve"), 4),
     **dict.fromkeys(("triangular_solve", "top_k"), 2),
     **dict.fromkeys(("dot_general", "sort", "argmax", "argmin", "concatenate", "scatter"), 1),
     **{f"reduce_{x}": 1 for x in ("sum", "prod", "max", "min", "and", "or", "xor")},
@@ -27,7 +28,10 @@ _XLA_KERNELS = {
 }
 # XLA's kernels of matrices pass over small ones so often (records of ``benchmarks linalg``).
 _PASSES = 40
-MATRICES = ("cholesky", "lu", "qr", "geqrf", "householder_product", "triangular_solve")
+MATRICES = ("cholesky", "lu", "qr", "geqrf", "householder_product", "triangular_solve",
+            "eigh", "svd", "tridiagonal_solve")  # fmt: skip
+# Jacobi's sweeps.
+_ITERATIONS = {"eigh": 40, "svd": 60}
 
 
 def work_of(closed: Any, lanes: int, mapped: Iterable[bool]) -> LaneWork:
@@ -111,7 +115,7 @@ def _of_elements(eqn: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
         steps = results * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
         return of_xla + LaneWork(instructions=steps, accesses=steps * in_memory)
     if name in MATRICES:
-        return of_xla + LaneWork(instructions=max(operands) ** 1.5)
+        return of_xla + LaneWork(instructions=_ITERATIONS.get(name, 1) * max(operands) ** 1.5)
     if name == "sort":
         return of_xla + LaneWork(instructions=results**2 / 4, accesses=in_memory * results**2 / 4)
     each = 1

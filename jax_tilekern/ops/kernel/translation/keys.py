@@ -28,7 +28,13 @@ _MOVES = frozenset(
         "squeeze", "stack", "tile", "transpose", "unstack",
     }
 )  # fmt: skip
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+# Calls with derivatives of their own; `custom_lin` is one that reverse mode is about to transpose.
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_lin")
+
+
+def translated() -> frozenset[str]:
+    """Return the names of primitives of keys."""
+    return frozenset({*_RANDOM, "random_gamma"})
 
 
 def is_key(aval: Any) -> bool:
@@ -43,12 +49,18 @@ def raw_type(aval: Any) -> jax.core.ShapedArray:
     return jax.core.ShapedArray((*aval.shape, *shape), jnp.dtype("uint32"))
 
 
-def without_keys(closed: Any) -> Any:
-    """Return a jaxpr that takes and returns the data of keys, if the keys are used so."""
+def without_keys(closed: Any, *, inlined: bool = False) -> Any:
+    """Return a jaxpr that takes and returns the data of keys, if the keys are used so.
+
+    Functions with custom derivatives keep their keys, and their derivatives, unless they are
+    ``inlined``.
+    """
     if not _has_keys(closed):
         return closed
     with compat.without_mesh():
-        return jax.make_jaxpr(lambda *raw: _evaluated(closed, raw))(*map(raw_type, closed.in_avals))
+        return jax.make_jaxpr(lambda *raw: _evaluated(closed, raw, inlined))(
+            *map(raw_type, closed.in_avals)
+        )
 
 
 def _has_keys(closed: Any) -> bool:
@@ -61,12 +73,24 @@ def _has_keys(closed: Any) -> bool:
     )
 
 
-def _evaluated(closed: Any, operands: Sequence[Any]) -> list[Any]:
-    consts = [jax.random.key_data(x) if is_key(x) else x for x in closed.consts]
-    return compat.eval_jaxpr_by(_equation, closed.jaxpr, consts, operands)
+def _evaluated(closed: Any, operands: Sequence[Any], inlined: bool) -> list[Any]:
+    consts = [_data(x) for x in closed.consts]
+    equation = functools.partial(_equation, inlined=inlined)
+    return compat.eval_jaxpr_by(equation, closed.jaxpr, consts, operands)
 
 
-def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
+def _data(x: Any) -> Any:
+    return jax.random.key_data(x) if is_key(jax.typeof(x)) else x
+
+
+def typed(x: Any, aval: Any) -> Any:
+    """Return an array, or keys of some type by their data."""
+    if not is_key(aval):
+        return x
+    return jax.random.wrap_key_data(x, impl=compat.key_functions(aval.dtype).name)
+
+
+def _equation(eqn: Any, operands: list[Any], inlined: bool) -> list[Any]:
     name = eqn.primitive.name
     touches = any(is_key(x.aval) for x in (*eqn.invars, *eqn.outvars))
     inner = [compat.closed_jaxpr(x) for x in compat.jaxprs_of(eqn)]
@@ -78,12 +102,15 @@ def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
             refuse_unknown(eqn, parameters)
             return [function(eqn, *operands)]
         if name in ("scan", "while", "cond"):
-            params = {key: _raw(value) for key, value in eqn.params.items()}
+            params = {key: _raw(value, inlined) for key, value in eqn.params.items()}
             results = eqn.primitive.bind(*operands, **params)
             return list(results)
-        if name in INNER_JAXPR and name not in _CUSTOM:
+        if name in _CUSTOM and not inlined:
+            given = [typed(x, y.aval) for x, y in zip(operands, eqn.invars, strict=True)]
+            return [_data(x) for x in compat.bind_equation(eqn, given)]
+        if name in INNER_JAXPR:
             refuse_unknown(eqn)
-            return _evaluated(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), operands)
+            return _evaluated(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), operands, inlined)
         if name in _MOVES and all(compat.key_functions(x.aval.dtype).key_shape == (2,) for x in
                              (*eqn.invars, *eqn.outvars) if is_key(x.aval)):  # fmt: skip
             return _for_each_word(eqn, operands)
@@ -94,15 +121,15 @@ def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
         else:
             meaning = meaning_of(eqn)
         if meaning is not None:
-            return _evaluated(meaning, operands)
+            return _evaluated(meaning, operands, inlined)
         raise Untranslatable(f"no CUDA for {name} of random keys")
 
 
-def _raw(param: Any) -> Any:
+def _raw(param: Any, inlined: bool) -> Any:
     if isinstance(param, compat.ClosedJaxpr):
-        return without_keys(param)
+        return without_keys(param, inlined=inlined)
     if isinstance(param, tuple) and any(isinstance(x, compat.ClosedJaxpr) for x in param):
-        return tuple(map(without_keys, param))
+        return tuple(without_keys(x, inlined=inlined) for x in param)
     return param
 
 

@@ -44,6 +44,7 @@ def _matrix_rule(
                 means = jax.vmap(means)
             return writer.meaning(means, eqn, operands)
 
+        write.__module__ = function.__module__
         return function
 
     return register

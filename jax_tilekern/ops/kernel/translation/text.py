@@ -18,11 +18,15 @@ from jax_tilekern.ops.kernel.group_work import LONGEST_ALIKE, group_work
 # Their rules are registered when they are imported.
 from jax_tilekern.ops.kernel.translation import (  # noqa: F401
     bits,
+    calls,
     control_flow,
+    eigenvalues,
     indexing,
     linear_algebra,
     reductions,
     sorts,
+    special,
+    tridiagonal,
 )
 from jax_tilekern.ops.kernel.translation.groups import VECTOR, GroupWriter, has_rows
 from jax_tilekern.ops.kernel.translation.values import Buffer, Shape, in_memory, is_wide, row_major

@@ -32,6 +32,7 @@ from jax_tilekern.epilogue.understood import (
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.kernel.translation.flattened import Flattened
 from jax_tilekern.ops.kernel.translation.meanings import meaning_of
+from jax_tilekern.ops.kernel.translation.refusals import refusal
 from jax_tilekern.ops.kernel.translation.values import (
     Buffer,
     Index,
@@ -424,7 +425,7 @@ class LaneWriter:
         meaning = meaning_of(eqn)
         if meaning is not None:
             return self.jaxpr(meaning, operands, places)
-        raise Untranslatable(f"no CUDA for {name}")
+        raise Untranslatable(refusal(name))
 
     def meaning(self, function: Callable[..., Any], eqn: Any, operands: list[Value]) -> list[Value]:
         """Write an equation as a JAX function of its operands."""
