@@ -263,3 +263,18 @@ def test_gathered_rows_are_overlapped_where_one_product_reads_them(partitioned_a
     assert "jax_tilekern_cuda_launch_overlapped" in one.as_text()
     several = program(lambda x, w, v: (jtk.matmul(x, w), jtk.matmul(x, v)), w)
     assert [c.kind for c in collectives(several)] == ["all-gather"]
+
+
+def test_a_device_chooses_by_its_own_lanes():
+    """Lanes over four devices are few enough for groups of threads, and on one device XLA's."""
+    data = jnp.linspace(-1, 1, 1600).reshape(200, 8)
+
+    def descend(x):
+        gradient = jax.grad(lambda x: jnp.sum(jnp.logaddexp(data @ x, 0)))
+        return jax.lax.fori_loop(0, 10, lambda _, x: x - 0.1 * gradient(x), x)
+
+    lanes, split = array(4096, 8, dtype=np.float32), P("x")
+    assert kernels(compiled(jtk.kernel(descend), lanes)) == []
+    program = compiled(jtk.kernel(descend), lanes, mesh=mesh_of((4,), ("x",)), specs=(split,))
+    assert kernels(program) == ["groups_descend_32_"]
+    assert collectives(program) == []
