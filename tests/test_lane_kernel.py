@@ -608,9 +608,14 @@ def test_effects_and_keys_without_a_kernel_are_vmaps():
     def doubled(key):
         return jax.random.key_data(jnp.concatenate([key[None], key[None]]))
 
-    with pytest.warns(RuntimeWarning, match="broadcast_in_dim of random keys, at .*test_lane_k"):
-        found = jtk.kernel(doubled)(keys)
-    np.testing.assert_array_equal(found, jax.vmap(doubled)(keys))
+    with_rule = jax.custom_jvp(doubled)
+    with_rule.defjvp(lambda primals, tangents: (doubled(*primals), tangents[0]))
+    for function in (doubled, with_rule):
+        with pytest.warns(
+            RuntimeWarning, match="broadcast_in_dim of random keys, at .*test_lane_k"
+        ):
+            found = jtk.kernel(function)(keys)
+        np.testing.assert_array_equal(found, jax.vmap(doubled)(keys))
     with jtk.strict(), pytest.raises(jtk.FallbackError, match="side effect"):
         jtk.kernel(printing)(jnp.ones(2))
 

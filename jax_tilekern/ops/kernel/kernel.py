@@ -289,7 +289,9 @@ def _without_constants(name: str, traced: Any) -> tuple[Any, list[Any]]:
         ]
         with compat.without_mesh():
             traced = jax.make_jaxpr(function)(*traced.in_avals, *types)
-    return without_keys(traced), consts
+    closed = without_keys(traced)
+    without_keys(closed, inlined=True)  # Its errors come before derivatives are taken.
+    return closed, consts
 
 
 def _axes_of_leaves(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
