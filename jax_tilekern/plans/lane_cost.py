@@ -26,8 +26,9 @@ _WARP = 32
 # on Hopper (Luo et al. 2024, arXiv:2402.13499), of which loops have four in flight. A reduction has
 # six shuffles of about 25 cycles, one after another.
 _GROUP_ACCESS, _REDUCTION, _BARRIER = 10.0, 200.0, 30.0
-# CTAs that an SM has at a time (CUDA Programming Guide), and threads that their registers allow.
-_CTAS, _RESIDENT_THREADS = 32, 1024
+# CTAs that an SM has at a time, shared memory that each takes besides its own (CUDA Programming
+# Guide), and threads that their registers allow.
+_CTAS, _RESERVED, _RESIDENT_THREADS = 32, 1024, 1024
 # The share of the bandwidth that kernels of lanes reach, which load and store single elements.
 _SHARE_OF_BANDWIDTH = 0.45
 _LAUNCH = 3.0
@@ -61,10 +62,10 @@ class LaneWork:
     def _numbers(self) -> tuple[float, ...]:
         return dataclasses.astuple(self)
 
-    def kernel_us(self, lanes: int, gpu: Gpu, threads: int = 1) -> float:
+    def kernel_us(self, lanes: int, gpu: Gpu, threads: int = 1, shared_bytes: int = 0) -> float:
         """Return the time of a kernel in which so many threads evaluate a lane."""
         if threads > 1:
-            return self._group_us(lanes, gpu, threads)
+            return self._group_us(lanes, gpu, threads, shared_bytes)
         of_thread = self.instructions * _INSTRUCTION + self.accesses * _ACCESS
         warps = math.ceil(lanes / _WARP / gpu.sm_count)
         of_sm = warps * (self.instructions / _SCHEDULERS + self.accesses * _WARP_ACCESS)
@@ -72,9 +73,10 @@ class LaneWork:
         cycles = max(of_thread, of_sm, self.bytes / bandwidth)
         return _LAUNCH + cycles / gpu.rates.cycles_per_microsecond
 
-    def _group_us(self, lanes: int, gpu: Gpu, threads: int) -> float:
+    def _group_us(self, lanes: int, gpu: Gpu, threads: int, shared_bytes: int) -> float:
         ctas = math.ceil(lanes / gpu.sm_count)
-        waves = math.ceil(ctas / min(_CTAS, max(1, _RESIDENT_THREADS // threads)))
+        by_memory = gpu.shared_memory_bytes // (shared_bytes + _RESERVED)
+        waves = math.ceil(ctas / max(1, min(_CTAS, _RESIDENT_THREADS // threads, by_memory)))
         of_thread = (
             self.instructions * _INSTRUCTION
             + self.accesses * _GROUP_ACCESS

@@ -63,7 +63,7 @@ def plan_lanes(
     kernels = [alone] if group is None else [alone, group]
     if asked is None:
         times = {
-            threads: (x.kernel_us(alone.lanes, gpu, threads), kernel)
+            threads: (x.kernel_us(alone.lanes, gpu, threads, kernel.shared_bytes), kernel)
             for kernel in kernels
             for threads, x in kernel.work
             if threads == 1 or _LEAST_GAIN * x.instructions <= work.instructions

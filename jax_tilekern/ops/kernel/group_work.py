@@ -8,13 +8,16 @@ from typing import Any
 
 from jax_tilekern.epilogue.primitives import is_copy, is_elementwise, translation
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.kernel.translation.flattened import flattened, with_deferred
+from jax_tilekern.ops.kernel.translation.flattened import MAX_TERMS, flattened, with_deferred
 from jax_tilekern.ops.kernel.translation.meanings import meaning_of
 from jax_tilekern.ops.kernel.work import MATRICES, NOMINAL_STEPS, THREEFRY, VIEWS
 from jax_tilekern.plans.lane_cost import LaneWork
 
 # Arrays of up to so many elements are in the registers of every thread, which compute them alike.
 LONGEST_ALIKE = 16
+# Accesses of a warp to rows that lie far from each other, in accesses to neighbours. Each takes as
+# many cycles as there are rows, less what a cache line brings for the next accesses.
+_FAR = 8
 # What one thread does for its group.
 _BY_ONE_THREAD = "scatter"
 
@@ -79,6 +82,8 @@ def _of_elements(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
         steps *= terms
         if results <= LONGEST_ALIKE < terms:
             steps, reductions = results * share(terms), 1
+        elif results > LONGEST_ALIKE and terms > MAX_TERMS and _is_along_rows(eqn):
+            in_memory *= _FAR
     elif name in MATRICES:
         steps = int(max(operands) ** 1.5)
     elif name == "sort":
@@ -97,6 +102,12 @@ def _of_elements(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
         reductions=reductions,
         barriers=2 * is_stored,
     )
+
+
+def _is_along_rows(eqn: Any) -> bool:
+    """Whether threads read long rows of the first operand side by side."""
+    contracted = eqn.params["dimension_numbers"][0][0]
+    return len(eqn.invars[0].aval.shape) - 1 in contracted
 
 
 def _size(x: Any) -> int:
