@@ -38,6 +38,8 @@ VECTOR, _MAX_ROW = 16, 16
 _BARRIER = "lax::group_barrier<kThreads>();"
 # Loops of shorter bodies are unrolled a few times, so that several elements are loaded at once.
 _SHORT_BODY, _STEPS_AT_A_TIME = 64, 4
+# A loop of up to so many steps of a warp is unrolled as a whole.
+_MAX_STEPS = 8
 
 
 def has_rows(buffer: Buffer, lane_strides: Sequence[int]) -> bool:
@@ -202,12 +204,21 @@ class GroupWriter(LaneWriter):
     @contextlib.contextmanager
     def spread(self, shape: Sequence[int]) -> Iterator[tuple[Index, ...]]:
         size, i, start = math.prod(shape), self.name("i"), len(self.statements)
+        # The number of steps of all threads is known to the compiler, which unrolls a few of them.
+        few = size <= _MAX_STEPS * 32
+        first, head = self.name("i"), f"for (int {i} = rank; {i} < {size}; {i} += kThreads)"
+        if few:
+            head = f"for (int {first} = 0; {first} < {size}; {first} += kThreads)"
         self.line("#pragma unroll 1")
-        head = f"for (int {i} = rank; {i} < {size}; {i} += kThreads)"
         with self.block(head), self._each_by_itself():
-            yield indices_of(i, shape)
+            if few:
+                self.line(f"const int {i} = {first} + rank;")
+            with self.block(f"if ({i} < {size})" if few else ""):
+                yield indices_of(i, shape)
         inner = self.statements[start + 1 :]
         self._of_loops.update(range(start, len(self.statements)))
         has_loops = any(line.startswith("#pragma unroll ") for line in inner)
         if len(inner) <= _SHORT_BODY and not has_loops:
-            self.statements[start] = f"#pragma unroll {_STEPS_AT_A_TIME}"
+            self.statements[start] = (
+                "#pragma unroll" if few else f"#pragma unroll {_STEPS_AT_A_TIME}"
+            )

@@ -205,7 +205,7 @@ template <int kThreads>
 __global__ void __launch_bounds__(kThreads) {function}({parameters}) {{
   extern __shared__ __align__(16) unsigned char shared[];
   const long long lane = blockIdx.x;
-  const int rank = threadIdx.x;
+  const int rank = threadIdx.x % kThreads;  // The compiler knows its range.
 {body}
 }}
 
