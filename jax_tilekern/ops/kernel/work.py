@@ -31,7 +31,7 @@ _PASSES = 40
 MATRICES = ("cholesky", "lu", "qr", "geqrf", "householder_product", "triangular_solve",
             "eigh", "svd", "tridiagonal_solve")  # fmt: skip
 # Jacobi's sweeps.
-_ITERATIONS = {"eigh": 40, "svd": 60}
+ITERATIONS = {"eigh": 40, "svd": 60}
 
 
 def work_of(closed: Any, lanes: int, mapped: Iterable[bool]) -> LaneWork:
@@ -115,7 +115,7 @@ def _of_elements(eqn: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
         steps = results * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
         return of_xla + LaneWork(instructions=steps, accesses=steps * in_memory)
     if name in MATRICES:
-        return of_xla + LaneWork(instructions=_ITERATIONS.get(name, 1) * max(operands) ** 1.5)
+        return of_xla + LaneWork(instructions=ITERATIONS.get(name, 1) * max(operands) ** 1.5)
     if name == "sort":
         return of_xla + LaneWork(instructions=results**2 / 4, accesses=in_memory * results**2 / 4)
     each = 1
