@@ -133,96 +133,49 @@ def mandelbrot(c):
 def sorts(x, y):
     keys, values = lax.sort((x, y), num_keys=1)
     return (
-        jnp.sort(x),
-        jnp.argsort(x),
-        keys,
-        values,
-        jnp.sort(y.reshape(5, 2), axis=0),
-        lax.sort((jnp.sign(x), y), num_keys=2),
-        jnp.median(x[:5]),
-        jnp.sort(x[:4]),
-    )
+        jnp.sort(x), jnp.argsort(x), keys, values, jnp.sort(y.reshape(5, 2), axis=0),
+        lax.sort((jnp.sign(x), y), num_keys=2), jnp.median(x[:5]), jnp.sort(x[:4]),
+    )  # fmt: skip
 
 
 def products(a, b):
     return (
-        a @ b,
-        jnp.einsum("ij,kj->ki", a, a),
-        jnp.einsum("ij,jk->", a, b),
-        jnp.dot(a[0], b[:, 0]),
-        jnp.tensordot(a, b, ((0, 1), (1, 0))),
-        jnp.einsum("bi,bi->b", a, b.T),
+        a @ b, jnp.einsum("ij,kj->ki", a, a), jnp.einsum("ij,jk->", a, b), jnp.dot(a[0], b[:, 0]),
+        jnp.tensordot(a, b, ((0, 1), (1, 0))), jnp.einsum("bi,bi->b", a, b.T),
         jnp.outer(a[0], a[1]),
-    )
+    )  # fmt: skip
 
 
 def reductions(x):
     return (
-        x.sum(),
-        x.max(0),
-        x.min(1),
-        x.prod((0, 1)),
-        x.argmax(),
-        x.argmin(1),
-        jnp.cumsum(x, 0),
-        lax.cummax(x, 1, reverse=True),
-        (x > 0).any(0),
-        (x > 0).all(),
-        x.mean(),
-        x.std(),
-        jnp.linalg.norm(x),
-        jax.nn.softmax(x),
-        jax.nn.logsumexp(x),
-    )
+        x.sum(), x.max(0), x.min(1), x.prod((0, 1)), x.argmax(), x.argmin(1), jnp.cumsum(x, 0),
+        lax.cummax(x, 1, reverse=True), (x > 0).any(0), (x > 0).all(), x.mean(), x.std(),
+        jnp.linalg.norm(x), jax.nn.softmax(x), jax.nn.logsumexp(x),
+    )  # fmt: skip
 
 
 def shapes(x, i):
     row = lax.dynamic_slice(x, (i, 1), (2, 2))
     return (
-        x.T,
-        x[::-1],
-        x[:, 1:],
-        x[::2],
-        x.reshape(4, 3),
-        x.reshape(2, 6)[:, ::3],
-        row,
-        x[i],
-        x[i, -1],
-        jnp.concatenate([x, row[:, :1].repeat(4, 1)]),
-        jnp.stack([x[0], x[1]], 1),
-        jnp.roll(x, 1, 0),
-        jnp.pad(x, ((1, 2), (0, 1)), constant_values=5),
-        lax.pad(x, 0.0, ((0, 0, 1), (-1, -1, 0))),
-        lax.dynamic_update_slice(x, row, (i, i)),
-        jnp.tile(x[0], 2),
-        jnp.split(x, 2, 1),
-        x[None, :, 1],
-        jnp.broadcast_to(x[:, :1], (3, 5)),
-        jnp.eye(3),
-        jnp.arange(5) * i,
-        jnp.triu(x[:, :3]),
-        jnp.flip(x.T.reshape(3, 4)),
+        x.T, x[::-1], x[:, 1:], x[::2], x.reshape(4, 3), x.reshape(2, 6)[:, ::3], row, x[i],
+        x[i, -1], jnp.concatenate([x, row[:, :1].repeat(4, 1)]), jnp.stack([x[0], x[1]], 1),
+        jnp.roll(x, 1, 0), jnp.pad(x, ((1, 2), (0, 1)), constant_values=5),
+        lax.pad(x, 0.0, ((0, 0, 1), (-1, -1, 0))), lax.dynamic_update_slice(x, row, (i, i)),
+        jnp.tile(x[0], 2), jnp.split(x, 2, 1), x[None, :, 1], jnp.broadcast_to(x[:, :1], (3, 5)),
+        jnp.eye(3), jnp.arange(5) * i, jnp.triu(x[:, :3]), jnp.flip(x.T.reshape(3, 4)),
         jnp.moveaxis(x.reshape(3, 2, 2), 0, 1)[i // 3],
-    )
+    )  # fmt: skip
 
 
 def indexing(x, indices, table):
     return (
-        x[indices],
-        table[indices[0]],
-        table[indices],
-        x.at[indices[0]].set(7.0),
-        x.at[indices].add(1.0),
-        x.at[indices].max(0.5),
-        x.at[1:3].set(x[:2]),
-        jnp.take(x, indices, mode="clip"),
-        jnp.take(x, indices + 3, mode="fill"),
-        table.at[indices[1], 2].mul(3.0)[:4],
-        jnp.take_along_axis(x, indices, 0),
-        x.at[indices[0]].add(x[indices[1]], mode="drop"),
-        x.at[-1].set(x[0]).at[0].set(x[-1]),
+        x[indices], table[indices[0]], table[indices], x.at[indices[0]].set(7.0),
+        x.at[indices].add(1.0), x.at[indices].max(0.5), x.at[1:3].set(x[:2]),
+        jnp.take(x, indices, mode="clip"), jnp.take(x, indices + 3, mode="fill"),
+        table.at[indices[1], 2].mul(3.0)[:4], jnp.take_along_axis(x, indices, 0),
+        x.at[indices[0]].add(x[indices[1]], mode="drop"), x.at[-1].set(x[0]).at[0].set(x[-1]),
         table[indices[0], indices[1]],
-    )
+    )  # fmt: skip
 
 
 def searching(x, table):
@@ -308,98 +261,48 @@ def integers(a, b, dtype):
     shift = jnp.abs(b) % 11
     signed = jnp.issubdtype(dtype, jnp.signedinteger)
     return (
-        a + b,
-        a - b,
-        a * b,
-        lax.div(a, b),
-        lax.rem(a, b),
-        a & b,
-        a | b,
-        a ^ b,
-        ~a,
-        lax.neg(a),
-        lax.shift_left(a, shift),
-        lax.shift_right_logical(a, shift),
-        lax.shift_right_arithmetic(a, shift),
-        lax.population_count(a),
-        lax.clz(a),
-        lax.max(a, b),
-        lax.min(a, b),
-        a < b,
-        a == b,
-        jnp.sign(a),
-        jnp.clip(a, dtype(3), dtype(50)),
-        a.astype(bool),
-        a.astype(jnp.float32),
-        jnp.abs(a) if signed else a,
-        a // jnp.maximum(b, 1),
-        a % jnp.maximum(b, 1),
-        jnp.sum(jnp.stack([a, b])),
-        lax.reduce_xor(jnp.stack([a, b]), (0,)),
-    )
+        a + b, a - b, a * b, lax.div(a, b), lax.rem(a, b), a & b, a | b, a ^ b, ~a, lax.neg(a),
+        lax.shift_left(a, shift), lax.shift_right_logical(a, shift),
+        lax.shift_right_arithmetic(a, shift), lax.population_count(a), lax.clz(a), lax.max(a, b),
+        lax.min(a, b), a < b, a == b, jnp.sign(a), jnp.clip(a, dtype(3), dtype(50)), a.astype(bool),
+        a.astype(jnp.float32), jnp.abs(a) if signed else a, a // jnp.maximum(b, 1),
+        a % jnp.maximum(b, 1), jnp.sum(jnp.stack([a, b])), lax.reduce_xor(jnp.stack([a, b]), (0,)),
+    )  # fmt: skip
 
 
 def floats(x, y, dtype):
     x, y = x.astype(dtype), y.astype(dtype)
     return (
-        x + y,
-        x * y,
-        x / y,
-        jnp.sqrt(jnp.abs(x)),
-        jnp.exp(-x * x),
-        jnp.sin(x),
-        jnp.tanh(x),
-        jnp.maximum(x, y),
-        x**3,
-        jnp.where(x > y, x, y),
-        x.astype(jnp.int32),
-        jnp.floor(x),
-        jnp.sum(jnp.stack([x, y, x])),
-        lax.dot(jnp.stack([x, y]), jnp.stack([y, x])),
-        jnp.sort(jnp.stack([x, y])),
-        jax.nn.sigmoid(x),
-        jax.nn.gelu(x),
-        jnp.log1p(jnp.abs(x)),
-        jnp.arctan2(x, y),
-        jnp.round(x),
-        -x,
-        jnp.abs(y),
-    )
+        x + y, x * y, x / y, jnp.sqrt(jnp.abs(x)), jnp.exp(-x * x), jnp.sin(x), jnp.tanh(x),
+        jnp.maximum(x, y), x**3, jnp.where(x > y, x, y), x.astype(jnp.int32), jnp.floor(x),
+        jnp.sum(jnp.stack([x, y, x])), lax.dot(jnp.stack([x, y]), jnp.stack([y, x])),
+        jnp.sort(jnp.stack([x, y])), jax.nn.sigmoid(x), jax.nn.gelu(x), jnp.log1p(jnp.abs(x)),
+        jnp.arctan2(x, y), jnp.round(x), -x, jnp.abs(y),
+    )  # fmt: skip
 
 
 def bits(x, n):
     return (
-        lax.bitcast_convert_type(x, jnp.uint32),
-        lax.bitcast_convert_type(n, jnp.float32) * 0,
+        lax.bitcast_convert_type(x, jnp.uint32), lax.bitcast_convert_type(n, jnp.float32) * 0,
         lax.bitcast_convert_type(jnp.nan_to_num(x).astype(jnp.bfloat16), jnp.uint16),
-        lax.bitcast_convert_type(jnp.nan_to_num(x).astype(jnp.float16), jnp.int16),
-        jnp.signbit(x),
-        jnp.isnan(x),
-        jnp.nextafter(x, jnp.float32(0)),
+        lax.bitcast_convert_type(jnp.nan_to_num(x).astype(jnp.float16), jnp.int16), jnp.signbit(x),
+        jnp.isnan(x), jnp.nextafter(x, jnp.float32(0)),
         lax.bitcast_convert_type(jnp.stack([x, -x]), jnp.int32)[1],
-    )
+    )  # fmt: skip
 
 
 def draws(key, raw):
     keys = jax.random.split(key, 4)
     return (
-        jax.random.bits(keys[0], (5,)),
-        jax.random.bits(keys[1], (3,), jnp.uint8),
-        jax.random.randint(keys[2], (4,), -5, 9),
-        jax.random.uniform(keys[3], (2, 3)),
-        jax.random.permutation(key, 6),
-        jax.random.bernoulli(key, 0.3, (4,)),
-        jax.random.key_data(jax.random.fold_in(key, 3)),
-        jax.random.bits(raw),
-        jax.random.split(raw),
-        jax.random.exponential(key),
-        jax.random.categorical(key, jnp.arange(4.0)),
-        jax.random.normal(key, (3,)),
-        jax.random.key_data(jnp.where(jax.random.bits(key) % 2 == 0, keys[0], keys[1])),
-        keys[2],
-        jax.random.key_data(jax.random.key(5)),
-        jax.random.bits(key, (), jnp.uint16),
-    )
+        jax.random.bits(keys[0], (5,)), jax.random.bits(keys[1], (3,), jnp.uint8),
+        jax.random.randint(keys[2], (4,), -5, 9), jax.random.uniform(keys[3], (2, 3)),
+        jax.random.permutation(key, 6), jax.random.bernoulli(key, 0.3, (4,)),
+        jax.random.key_data(jax.random.fold_in(key, 3)), jax.random.bits(raw),
+        jax.random.split(raw), jax.random.exponential(key),
+        jax.random.categorical(key, jnp.arange(4.0)), jax.random.normal(key, (3,)),
+        jax.random.key_data(jnp.where(jax.random.bits(key) % 2 == 0, keys[0], keys[1])), keys[2],
+        jax.random.key_data(jax.random.key(5)), jax.random.bits(key, (), jnp.uint16),
+    )  # fmt: skip
 
 
 def custom(x):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# File, text, and what takes its place; the transformation and the operation of the test.
+# File, text, and what takes its place; the transformation and the operation of the test, and the
+# number of its draw, which is 0 if it is left out.
 FAULTS = [
     ("primitives/linearity.py", "if all(type(tangents[i]) is ad.Zero",
      "if any(type(tangents[i]) is ad.Zero", "jvp", "add"),
@@ -89,12 +90,43 @@ FAULTS = [
      "(jnp.zeros_like(sign), -trace)", "jvp", "linalg.slogdet"),
     ("ops/linalg/functions.py", ".at[..., -1].set(others)",
      ".at[..., -1].set(determinant)", "jvp", "linalg.det"),
+    ("ops/segments/keys.py", "if clip and segments:", "if False:", "eager", "segment_mean", 1),
+    ("ops/segments/keys.py", "jnp.where(numbers < 0, numbers + rows, numbers)", "numbers",
+     "eager", "segment_reduce"),
+    ("ops/segments/take.py", "indices = indices % rows", "pass", "eager", "take", 1),
+    ("ops/segments/take.py", "elif mode != \"clip\":", "elif False:", "eager", "take"),
+    ("ops/linalg/functions.py", "return factor.mT if upper else factor", "return factor",
+     "eager", "linalg.cholesky", 1),
+    ("ops/linalg/functions.py", "transpose=transpose_a,", "transpose=False,",
+     "eager", "linalg.triangular_solve", 1),
+    ("ops/products/scaled_product.py", "linear_in = ((2,), (3,))", "linear_in = ((2,),)",
+     "jvp", "scaled_matmul, epilogue"),
+    ("ops/quantisation/quantize.py", "jnp.expand_dims(scales, axis + 1), (*leading",
+     "jnp.expand_dims(jnp.flip(scales, axis), axis + 1), (*leading", "eager", "scaled_matmul"),
+    ("ops/products/fp8_dot_general.py", "moved = jnp.transpose(x, (*batch, *parts[0], *parts[1]))",
+     "moved = x", "eager", "fp8_dot_general"),
+    ("ops/products/fp8_dot_general.py", "_Copies(transposed, last) if first else",
+     "_Copies(last, transposed) if first else", "vjp", "fp8_dot_general"),
+    ("ops/products/groups.py", "jnp.clip(bounds - shard.start(ragged), 0",
+     "jnp.clip(bounds, 0", "sharded values", "ragged_dot"),
+    ("ops/products/groups.py", "jnp.clip(bounds - shard.start(ragged), 0",
+     "jnp.clip(bounds, 0", "sharded vmap of vjp", "ragged_dot, epilogue"),
+    ("partitioning/local_program.py", "largest = lax.pmax(reordered(",
+     "largest = lax.pmin(reordered(", "sharded values", "row_max", 1),
+    ("partitioning/local_program.py", "x, axis_names(axes), scatter_dimension=dim, tiled=True)",
+     "2 * x, axis_names(axes), scatter_dimension=dim, tiled=True)", "sharded", "linear", 1),
+    ("ops/products/epilogues.py", "(pre_activation, *read), (changed, *moved))",
+     "(pre_activation, *read), (changed, *map(compat.zero_tangent, read)))",
+     "sharded second order", "matmul, epilogue"),
 ]  # fmt: skip
 
 
-def passes(tree: Path, *tests: tuple[str, str]) -> bool:
-    """Whether tests pass, each a transformation and an operation."""
-    names = [f"tests/test_derived.py::test_derived[0-{case}-{name}]" for case, name in tests]
+def passes(tree: Path, *tests: tuple) -> bool:
+    """Whether tests pass, each a transformation, an operation, and perhaps a draw."""
+    names = [
+        f"tests/test_derived.py::test_derived[{(*draw, 0)[0]}-{case}-{name}]"
+        for case, name, *draw in tests
+    ]
     command = [
         sys.executable,
         "-m",
@@ -115,13 +147,13 @@ def passes(tree: Path, *tests: tuple[str, str]) -> bool:
     return run.returncode == 0
 
 
-def caught(tree: Path, file: str, old: str, new: str, case: str, name: str) -> bool:
+def caught(tree: Path, file: str, old: str, new: str, *test: str | int) -> bool:
     """Whether the test fails with the fault."""
     path = tree / "jax_tilekern" / file
     text = path.read_text()
     assert old in text, f"{file} has no {old!r}"
     path.write_text(text.replace(old, new))
-    found = not passes(tree, (case, name))
+    found = not passes(tree, test)
     path.write_text(text)
     return found
 
@@ -133,7 +165,7 @@ def main() -> None:
             ignored = shutil.ignore_patterns("__pycache__", "results")
             shutil.copytree(ROOT / part, tree / part, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", tree)
-        assert passes(tree, *{(case, name) for *_, case, name in FAULTS}), (
+        assert passes(tree, *{tuple(test) for _, _, _, *test in FAULTS}), (
             "tests fail without a fault"
         )
         missed = 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 
+import fuzz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,36 +19,20 @@ from numerics import (
     BF16,
     F8E4,
     F8E5,
-    MAJORS,
     assert_product,
     assert_same_nan_and_inf,
-    einsum,
     operands,
     operands_with_nan_and_inf,
     product,
 )
 
 import jax_tilekern as jtk
+from benchmarks.catalog import DESCRIPTIONS
+from benchmarks.catalog.draw import Draw
 from jax_tilekern import _core
 from jax_tilekern.plans import cpu
 
 LEVELS = _core.cpu_instruction_sets()
-TYPES = [
-    (np.float32, np.float32, None),
-    (np.float64, np.float64, None),
-    (BF16, BF16, None),
-    (BF16, BF16, np.float32),
-    (np.float16, np.float16, None),
-    (F8E4, F8E5, np.float32),
-    (F8E5, F8E5, BF16),
-    (np.int8, np.int8, np.int32),
-]
-# (m, n, k): ones, the vector path (up to four rows or columns), odd and prime sizes, whole tiles,
-# few columns, tiles that are packed, a k of several blocks, and more vectors than a kernel takes.
-SHAPES = [
-    (1, 1, 1), (3, 5, 1), (1, 67, 130), (131, 4, 33), (2, 150, 35), (17, 31, 61), (64, 64, 64),
-    (301, 17, 70), (49, 66, 803), (37, 201, 803), (6, 1100, 150),
-]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -79,14 +64,30 @@ def test_unknown_level_is_refused(name):
     assert _core.cpu_instruction_set() == before
 
 
-@pytest.mark.parametrize("subscripts", MAJORS)
-@pytest.mark.parametrize(("lhs", "rhs", "out"), TYPES)
-@pytest.mark.one_in(18)
-def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
-    for shape in SHAPES:
-        a, b = operands(rng, subscripts, dict(zip("mnk", shape, strict=True)), lhs, rhs)
-        check = partial(assert_product, lhs=a, rhs=b, subscripts=f"{subscripts}->mn")
-        check_each_level(check, partial(product, subscripts, out=out), a, b)
+@pytest.mark.parametrize("calls", [1, pytest.param(6, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", [name for name, x in DESCRIPTIONS.items() if not x.on_host])
+@pytest.mark.one_in(2)
+def test_calls_of_every_operation(rng, name, calls):
+    """Calls of any types, layouts and sizes, as ``test_fuzz.py`` draws them."""
+    for _ in range(calls):
+        draw = Draw(rng)
+        call = DESCRIPTIONS[name].draw(draw)
+        if fuzz.Outcome(call, "", None, "").known:
+            continue
+        values = [draw.value(x, special=False) for x in call.operands]
+        stored = [
+            x.transpose(operand.order) for x, operand in zip(values, call.operands, strict=True)
+        ]
+
+        def function(*stored, call=call):
+            pairs = zip(stored, call.operands, strict=True)
+            return call.function(jtk, *(x.transpose(np.argsort(y.order)) for x, y in pairs))
+
+        def check(result, call=call, values=values):
+            for error, bound in call.errors(result, *values):
+                assert (error <= bound).all(), call
+
+        check_each_level(check, function, *stored)
 
 
 @pytest.mark.parametrize(
@@ -110,19 +111,6 @@ def test_few_columns_along_a_long_k(rng, dtype, n):
         a, b = operands(rng, subscripts, {"m": m, "n": n, "k": k}, dtype, dtype)
         check = partial(assert_product, lhs=a, rhs=b, subscripts=f"{subscripts}->mn")
         check_each_level(check, partial(product, subscripts, out=None), a, b)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8])
-def test_batches_broadcast_and_strides(rng, dtype):
-    out = np.int32 if dtype is np.int8 else np.float32
-    # A batch dimension in every place, missing from one operand, and innermost.
-    cases = ["bmk,bkn->bmn", "bmk,kn->bmn", "mk,bkn->bmn", "mbk,bkn->bmn", "mkb,knb->bmn",
-             "bkm,nbk->bmn", "bcmk,ckn->bcmn", "bqhd,bkhd->bhqk"]  # fmt: skip
-    sizes = dict(zip("bcmknqhd", (5, 2, 13, 37, 20, 17, 4, 16), strict=True))
-    for subscripts in cases:
-        a, b = operands(rng, subscripts, sizes, dtype, dtype)
-        check = partial(assert_product, lhs=a, rhs=b, subscripts=subscripts)
-        check_each_level(check, partial(einsum, subscripts, out=out), a, b)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16, np.float16, F8E5])
@@ -202,29 +190,6 @@ def test_contiguous_columns_of_up_to_16_bytes(rng, dtype, rows):
     x = rng.integers(0, 256, (3, rows, 201)).astype(dtype)
     check = partial(np.testing.assert_array_equal, np.transpose(x, (0, 2, 1)))
     check_each_level(check, lambda x: jtk.transpose(x, (0, 2, 1)), jnp.asarray(x))
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16, np.float16, np.int8, np.int64])
-@pytest.mark.parametrize(
-    ("shape", "axis"), [((37, 41), 1), ((35, 5), 1), ((19, 255), 1), ((301, 3, 5), 1)]
-)
-@pytest.mark.one_in(3)
-def test_sums_of_short_rows_and_small_matrices(rng, dtype, shape, axis):
-    x = rng.integers(-3, 4, shape).astype(dtype)
-    out = np.float32 if dtype in (BF16, np.float16) else dtype
-    check = partial(np.testing.assert_array_equal, np.sum(x.astype(np.float64), axis).astype(out))
-    check_each_level(check, lambda x: jtk.sum(x, axis, dtype=out), jnp.asarray(x))
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16, np.float16, np.uint8, np.int64])
-@pytest.mark.parametrize(
-    ("shape", "axis"), [((2, 64), 0), ((8, 9001), 0), ((3, 5, 4161), 1), ((2, 3, 2, 65), (0, 2))]
-)
-@pytest.mark.one_in(3)
-def test_sums_of_a_few_long_rows(rng, dtype, shape, axis):
-    x = rng.integers(0, 9, shape).astype(dtype)
-    check = partial(np.testing.assert_array_equal, np.sum(x, axis, dtype=dtype))
-    check_each_level(check, lambda x: jtk.sum(x, axis, dtype=dtype), jnp.asarray(x))
 
 
 def test_sums_of_negative_zeros_are_zero():

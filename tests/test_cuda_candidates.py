@@ -1,6 +1,7 @@
-"""On a GPU: whatever kernel is chosen for a product, the result is the same product."""
+"""On a GPU: each candidate computes the product, of groups and of small matrices too."""
 
 import math
+import random
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +10,11 @@ from candidate_calls import jitted, run, run_twice
 from numerics import poison
 from nvrtc_mark import require_gpu
 from products import product_of, ragged_product_of
+from small_products import SIZES, SIZES_ACROSS_K, TYPES, bound, random_product
 
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gemm.sm90 import emulated
+from jax_tilekern.plans.gemm.small.candidates import small_candidates
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.reduction.problem import SummedDims
 from jax_tilekern.plans.reduction.select import sum_candidate
@@ -315,3 +318,27 @@ def test_sums(shape, axes, dtype):
     plan = sum_candidate(SummedDims.of(shape, axes), type_, type_, gpu).plan(gpu)
     got = run(plan, (x,), exact.shape, type_)
     np.testing.assert_array_equal(got, exact.astype(type_).astype(np.float64))
+
+
+# So many of the tiles of a product are tried.
+TILES = 4
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("sizes", SIZES + SIZES_ACROSS_K, ids=str)
+@pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.one_in(2)
+def test_every_kernel_computes_the_product(types, sizes, rng):
+    numbers = random.Random(int(rng.integers(2**32)))
+    product, operands, exact, scale = random_product(numbers, types, sizes, most_matrices=20)
+    gpu = current_gpu()
+    found = small_candidates(product, gpu)
+    wrong = {}
+    for candidate in numbers.sample(found, min(TILES, len(found))):
+        call = jitted(candidate.plan(gpu), exact.shape, product.out_dtype)
+        poison(exact.shape, product.out_dtype)
+        got = run_twice(call, operands)
+        error = np.linalg.norm(got - exact) / scale
+        if not error <= bound(product):
+            wrong[candidate.key] = error
+    assert not wrong, product

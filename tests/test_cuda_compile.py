@@ -1,10 +1,14 @@
-"""Every kind of matmul kernel compiles, for every architecture, to what its plan assumes."""
+"""Kernels compile, for every architecture, to what their plans assume."""
 
 import itertools
+import random
+import re
 import struct
 from collections import Counter
 
+import numpy as np
 import pytest
+from compiled_text import compile_source
 from kernel_samples import (
     grouped_mma_instances,
     grouped_wgmma_instances,
@@ -14,15 +18,29 @@ from kernel_samples import (
     wgmma_instances,
 )
 from nvrtc_mark import require_nvrtc
-from products import H100, product_of
+from products import BF16, F16, F32, F64, H100, INT8, INT32, product_of
 from selection import covering
+from small_products import SIZES, SIZES_ACROSS_K, TYPES, random_product
 
-from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.compilation.compiler import (
+    compile_kernels,
+    compile_to_ptx,
+    cuda_folder,
+)
 from jax_tilekern.compilation.nvrtc import nvrtc
+from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
+from jax_tilekern.plans.gemm.small.candidates import small_candidates
+from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, vector_product_candidate
 from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.grouped_gemm.expert_rows import ExpertRows, plan_combine, plan_spread
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel
+from jax_tilekern.plans.launch import Buffer
+from jax_tilekern.plans.reduction.problem import SummedDims
+from jax_tilekern.plans.reduction.select import sum_candidate
+
+require_nvrtc()
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_120a")
 # Which differ in the instructions, and not only in the shared memory.
@@ -37,8 +55,6 @@ OPCODES |= {0x9F0: "HGMMA", 0x9F1: "IGMMA", 0x9F3: "QGMMA"}
 OPCODES |= {0xDF0: "HGMMA", 0xDF1: "IGMMA", 0xDF3: "QGMMA"}
 # griddepcontrol.launch_dependents and griddepcontrol.wait.
 OPCODES |= {0x82D: "PREEXIT", 0x82E: "ACQBULK"}
-
-require_nvrtc()
 
 
 def _types(instance):
@@ -256,3 +272,146 @@ def test_overlapping_launches_wait(plan, overlaps):
         if launch.overlaps:
             assert _instructions(before.entry.cubin, before.entry.symbol)["PREEXIT"] == 1
             assert _instructions(launch.entry.cubin, launch.entry.symbol)["ACQBULK"] >= 1
+
+
+ARCHS_OF_SUMS = ("sm_80", "sm_90a", "sm_120a")
+SUMS = [(F32, F32), (BF16, BF16), (INT8, INT32)]
+INT64 = np.dtype(np.int64)
+UINT8, UINT64 = np.dtype(np.uint8), np.dtype(np.uint64)
+OTHER_SUMS = [
+    (F16, F32), (F16, F64), (F32, F64), (F64, F64), (np.dtype(bool), INT32), (UINT8, UINT8),
+    (INT8, INT64), (np.dtype(np.int16), INT32), (INT32, INT64), (np.dtype(np.uint32), UINT64),
+    (INT64, INT64), (np.dtype(np.complex64), np.dtype(np.complex64)),
+]  # fmt: skip
+# Vector and element loads.
+SHAPES = [((512, 8192), (0,)), ((8192, 512), (1,)), ((512, 513), (0,))]
+MATRICES = [(8192, 8192), (513, 513)]
+
+
+def sums(gpu, types, shapes):
+    for dtype, out in types:
+        for shape, axes in shapes:
+            yield from sum_candidate(SummedDims.of(shape, axes), dtype, out, gpu).passes
+
+
+def products(gpu):
+    for arithmetic in ("f32", "bf16", "f16", "f64", "int8"):
+        assert arithmetic in SUM_DTYPES
+        for n, k in MATRICES[: 2 if arithmetic in ("bf16", "int8") else 1]:
+            for k_major in (True, False):
+                product = product_of(arithmetic, 1, n, k, rhs_k_major=k_major)
+                yield from vector_product_candidate(product, gpu).passes
+
+
+GROUPS = {
+    "sums": lambda gpu: sums(gpu, SUMS, SHAPES),
+    "other_sums": lambda gpu: sums(gpu, OTHER_SUMS, SHAPES[:2]),
+    "products": products,
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("arch", ARCHS_OF_SUMS)
+@pytest.mark.one_in(9)
+def test_sums_compile_to_what_the_plan_assumes(arch, group):
+    kernels = {step.kernel: step for step in GROUPS[group](known_gpu(arch))}
+    compiled = compile_kernels(*kernels, arch=arch)
+    assert compiled.log == ""
+    for kernel, step in kernels.items():
+        entry = compiled.entry(kernel.name)
+        assert entry.spill_bytes == entry.stack_bytes == 0, kernel.name
+        assert entry.max_threads == 256
+        # Registers are handed out to warps in units of 8 a thread. An SM holds two CTAs at least.
+        assert -(-entry.registers // 8) * 8 * 256 * 2 <= 65536, kernel.name
+        # The launch checks itself against the kernel's parameters.
+        assert step.launch(compiled, *map(Buffer, range(3))).grid == (step.ctas, 1, 1)
+
+
+@pytest.mark.parametrize("arch", ARCHS_OF_SUMS)
+@pytest.mark.parametrize("dtype", [F32, F64, F16, BF16])
+@pytest.mark.one_in(6)
+def test_rows_of_experts(arch, dtype):
+    for columns in (2048, 33):
+        rows = ExpertRows(16384, 8, 131072, columns, dtype)
+        sums = [plan_combine(rows, arrays, known_gpu(arch)) for arrays in (1, 2)]
+        for plan in (plan_spread(rows, known_gpu(arch)), *sums):
+            (entry,) = (launch.entry for launch in plan.launches)
+            assert entry.spill_bytes == entry.stack_bytes == 0, entry
+            assert entry.registers <= 64
+
+
+ARCHS_OF_SMALL_PRODUCTS = ("sm_80", "sm_89", "sm_90", "sm_120")
+TILES = 2
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES + SIZES_ACROSS_K, ids=str)
+@pytest.mark.one_in(60)
+def test_small_products_compile(types, sizes, rng):
+    numbers = random.Random(int(rng.integers(2**32)))
+    # float8 takes sm_89.
+    arch = numbers.choice(
+        ARCHS_OF_SMALL_PRODUCTS[1:] if types[0].startswith("float8") else ARCHS_OF_SMALL_PRODUCTS
+    )
+    gpu = known_gpu(arch)
+    with gpu_target(gpu):
+        product, *_ = random_product(numbers, types, sizes, most_matrices=1)
+    found = small_candidates(product, gpu)
+    for candidate in numbers.sample(found, min(TILES, len(found))):
+        (launch,) = candidate.plan(gpu).launches
+        assert launch.entry.spill_bytes == launch.entry.stack_bytes == 0, candidate.key
+
+
+def test_all_headers_can_be_included_together():
+    folder = cuda_folder()
+    headers = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.cuh"))
+    source = "".join(f'#include "{header}"\n' for header in headers)
+    compiled = compile_source(f"{source}__global__ void nothing() {{}}", ["nothing"], arch="sm_90a")
+    assert compiled.log == ""
+    assert len(headers) > 50
+
+
+def _instance(instances, cluster):
+    return next(
+        instance
+        for instance in instances
+        if (instance.block_m, instance.block_n, instance.cluster) == (128, 256, cluster)
+        and instance.types[2] == "tilekern::bfloat16"
+        and instance.tma_store
+    )
+
+
+def test_dense_gemm_compiles_with_a_dynamic_tile_scheduler():
+    static = _instance(wgmma_instances(H100), 1).kernel
+    name = static.name.replace("wgmma_matmul<", "wgmma_matmul_dynamic<")
+    source = '#include "gemm/sm90/dynamic_matmul.cuh"\n'
+    compiled = compile_source(source, [name], arch="sm_90a")
+    (entry,) = compiled.entries
+    # ptxas would tell of MMAs that wait for each other.
+    assert compiled.log == ""
+    assert entry.spill_bytes == entry.stack_bytes == 0
+    assert -(-entry.registers // 8) * 8 * entry.max_threads <= 65536
+    # The counter of claimed tiles comes before the shape.
+    assert entry.parameter_bytes == (128, 128, 128, 8, 8, 112)
+
+
+@pytest.fixture(scope="module")
+def ptx_of_clusters():
+    kernel = _instance(grouped_wgmma_instances(H100), 2).kernel
+    ptx = compile_to_ptx(kernel, arch="sm_90a")
+    return ptx[ptx.index("ragged_wgmma_matmul") :]
+
+
+def test_a_fence_follows_all_initialised_barriers(ptx_of_clusters):
+    inits = [found.start() for found in re.finditer(r"mbarrier\.init", ptx_of_clusters)]
+    fences = re.finditer(r"fence\.mbarrier_init\.release\.cluster", ptx_of_clusters)
+    # Those of the pipeline, and three kinds of the ring of work tiles.
+    assert len(inits) > 9
+    assert max(inits) < max(fence.start() for fence in fences)
+
+
+def test_warps_converge_before_the_last_barrier_of_a_cluster(ptx_of_clusters):
+    end = ptx_of_clusters.rindex("barrier.cluster.arrive.release.aligned")
+    before = ptx_of_clusters[:end].splitlines()[-4:]
+    assert any("bar.warp.sync" in line for line in before)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from namesakes import swapped
 from numerics import assert_close, on_gpu
 from planted_faults import FAULTS
-from sharded import AUTO, EXPLICIT, SLACK, bytes_sent, collectives, devices, mesh_of, put
+from sharded import AUTO, AXES, EXPLICIT, SLACK, bytes_sent, collectives, devices, mesh_of, put
 
 import jax_tilekern as jtk
 from benchmarks import catalog
@@ -320,6 +321,8 @@ CASES = {
     "strict promotion": Case(vjp, 1, context=strict_types),
     "strict promotion, second order": Case(second_order, 2, context=strict_types),
     "names of JAX": Case(vmap_of_vjp, 1, context=swapped),
+    "without jit": Case(vjp, 1, context=jax.disable_jit, jit=lambda f: f),
+    "checking leaks": Case(vjp, 1, context=jax.checking_leaks),
     "shard_map": Case(vjp, 1, ours=in_shard_map({"d", "m"}), theirs=first_mapped, with_first=True),
     "partly manual": Case(vjp, 1, ours=in_shard_map({"d"}), theirs=first_mapped, with_first=True),
     "explicit axes": Case(
@@ -327,7 +330,12 @@ CASES = {
     ),
     "explicit rows": Case(vjp, 1, context=explicit_mesh),
     "sharded": Case(vjp, 1),
+    "sharded values": Case(value),
+    "sharded vmap of vjp": Case(vmap_of_vjp, 1),
+    "sharded second order": Case(second_order, 2),
 }
+# Calls that mesh axes split, with those of JAX's.
+SHARDED = [name for name in CASES if name.startswith("sharded")]
 
 
 # Where a call fails, as JAX's own does.
@@ -382,14 +390,16 @@ def squared(f):
     return lambda *xs: jax.tree.map(lambda y: y * y, f(*xs))
 
 
-def at(mesh, x):
-    """The array, of which both axes split the dimensions that they divide."""
-    spec = [None] * x.ndim
-    for axis, size in (("d", 2), ("m", 4)):
-        free = [i for i in range(x.ndim) if spec[i] is None and x.shape[i] % size == 0]
-        if free:
-            spec[free[0]] = axis
-    return put(mesh, x, P(*spec))
+def at(mesh, x, rng=None):
+    """The array, of which both axes split the first dimensions that they divide, or any or none."""
+    spec, parts = [()] * x.ndim, list(x.shape)
+    for axis, size in AXES.items():
+        free = [i for i in range(x.ndim) if parts[i] % size == 0 and (rng or not spec[i])]
+        if free and (rng is None or rng.random() < 0.8):
+            chosen = free[0] if rng is None else rng.choice(free)
+            spec[chosen] += (axis,)
+            parts[chosen] //= size
+    return put(mesh, x, P(*(axes or None for axes in spec)))
 
 
 def types_of(results, case):
@@ -411,7 +421,7 @@ def skip_what_has_no_such_program(name, how, arrays):
     if how.special and (name.startswith("linalg.") or name in WITHOUT_NAN):
         # Matrices have test_other_matrices_stay_finite.
         pytest.skip("plain JAX does not say what becomes of NaN")
-    sharded = how.with_first or how in (CASES["sharded"], CASES["explicit rows"])
+    sharded = how.with_first or how in [CASES[x] for x in ("explicit rows", *SHARDED)]
     if how is CASES["explicit rows"] and (not arrays[0].ndim or len(arrays[0]) % 2):
         pytest.skip("two devices do not divide the rows")
     if devices() is None and sharded:
@@ -465,7 +475,7 @@ def test_derived(request, name, case, draw):
     if case == "taylor" and name in WITHOUT_JET:
         request.applymarker(pytest.mark.xfail(raises=ERRORS_OF_JET))
     # Operands of which devices send parts are larger.
-    call, arrays = call_of(name, how.only, draw, how.special, 4 if case == "sharded" else 1)
+    call, arrays = call_of(name, how.only, draw, how.special, 4 if case in SHARDED else 1)
     skip_what_has_no_such_program(name, how, arrays)
     floats = differentiable(arrays)
 
@@ -505,9 +515,10 @@ def test_derived(request, name, case, draw):
                 jax.eval_shape(program(ORACLES, how.theirs, how.transform), *arrays)
             except Exception as error:
                 pytest.skip(f"{type(error).__name__} of plain JAX")
-        if case in ("sharded", "partly manual"):
+        if case in ("partly manual", *SHARDED):
             mesh = mesh_of((AUTO, AUTO))
-            arrays = [at(mesh, x) for x in arrays]
+            rng = np.random.default_rng([draw, zlib.crc32(name.encode())]) if draw else None
+            arrays = [at(mesh, x, rng) for x in arrays]
             compiled = jax.jit(program(jtk, how.ours, how.transform)).lower(*arrays).compile()
             found = compiled(*arrays)
             if name in OF_JAX:
@@ -557,7 +568,7 @@ def test_other_matrices_stay_finite(name, special, batch):
 
 
 def test_faults_to_plant_are_of_this_code():
-    for file, old, _, case, name in FAULTS:
+    for file, old, _, case, name, *_ in FAULTS:
         assert old in (Path(jtk.__file__).parent / file).read_text(), (file, old)
         assert case in CASES
         assert name in DESCRIPTIONS

@@ -1,4 +1,8 @@
-"""Operations with their GPU kernels, emulated: values and gradients without a GPU."""
+"""Calls and plans whose kernels are emulated: values, gradients, orders and layouts."""
+
+import dataclasses
+import math
+import random
 
 import emulated_plans
 import jax
@@ -7,8 +11,18 @@ import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
 from jax import lax
+from products import H100, product_of, ragged_product_of, taken
+from small_products import ACROSS_K, SIZES_ACROSS_K, SPECS, TYPES, bound, random_product
+from small_products import SIZES as SMALL_SIZES
 
 import jax_tilekern as jtk
+from jax_tilekern.interop.gpu_target import gpu_target
+from jax_tilekern.ops.segments.order import order_and_places, order_by_key
+from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
+from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS
+from jax_tilekern.plans.gemm.small.candidates import small_candidates
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 
 pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 
@@ -162,3 +176,200 @@ def test_complex_products(precision):
     tolerance = {"default": 2**-9, "highest": 2**-18}[precision]
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    ("rows", "bins", "kernels"),
+    [
+        (1, 3, 1), (31, 3, 1), (1000, 66, 1), (1024, 130, 1), (1025, 130, 2), (5000, 66, 2),
+        (5000, 2, 2), (5000, 512, 2), (40_000, 512, 4), (3000, 513, 7),
+    ],
+)  # fmt: skip
+@pytest.mark.one_in(6)
+def test_orders_places_and_bounds(rng, rows, bins, kernels):
+    keys = rng.integers(-2, bins, rows).astype(np.int32)
+    keys[rng.random(rows) < 0.3] = 0
+    clipped = np.clip(keys, -1, bins - 2)
+    order = np.argsort(clipped, kind="stable")
+    places = np.argsort(order)
+    bounds = np.searchsorted(clipped[order], np.arange(-1, bins))
+    bounds[-1] = rows
+    wanted = order, places, bounds[:-1], order, bounds
+    for how in ({}, {"backwards": True}):
+        with emulated_gpu(**how) as ran:
+            found = jax.jit(lambda k: order_and_places(k, bins=bins))(keys)
+            plain = jax.jit(lambda k: order_by_key(k, bins=bins))(keys)
+        for a, b in zip((*found, *plain), wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert [len(plan.launches) for plan in ran] == [kernels] * 2
+
+
+# Types whose elements are packed to words.
+PACKED = [types for types in TYPES if types[0] not in ("float32", "float64")]
+# Emulation takes a millisecond and more for a CTA.
+MOST_CTAS = 64
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("sizes", SMALL_SIZES, ids=str)
+@pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.one_in(51)
+def test_kernels_compute_the_product(types, sizes, rng):
+    _check_product(types, sizes, rng, SPECS)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("sizes", SIZES_ACROSS_K, ids=str)
+@pytest.mark.parametrize("types", PACKED, ids=str)
+@pytest.mark.thorough
+def test_kernels_pack_elements_across_k(types, sizes, rng):
+    _check_product(types, sizes, rng, ACROSS_K)
+
+
+def _check_product(types, sizes, rng, specs):
+    numbers = random.Random(int(rng.integers(2**32)))
+    # There are no tensor cores for 8-bit floats before sm_89.
+    gpu = known_gpu("sm_90" if "float8" in types[0] else numbers.choice(("sm_80", "sm_90")))
+    with gpu_target(gpu):
+        product, operands, exact, scale = random_product(numbers, types, sizes, 3, specs)
+    found = small_candidates(product, gpu)
+    few = [candidate for candidate in found if candidate.instance.ctas <= MOST_CTAS]
+    candidate = numbers.choice(few or sorted(found, key=lambda x: x.instance.ctas)[:1])
+    with emulated_plans.record() as recorded:
+        plan = candidate.plan(gpu)
+    results = [(exact.shape, product.out_dtype)]
+    # Copies of parts of a vector read nothing beyond an operand.
+    (got,) = emulated_plans.run_plan(
+        plan, recorded, operands, results, options=emulated_plans.SANITIZED
+    )
+    error = np.linalg.norm(got.astype(np.float64) - exact) / scale
+    assert error <= bound(product), (candidate.key, product)
+
+
+# Few CTAs have several tiles each.
+GPU = dataclasses.replace(H100, sm_count=4)
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 14))]
+BOUNDS = ("random", "gaps", "empty", "one-hot")
+
+
+def view(buffer, shape, strides):
+    """The elements of an array with the strides, in float64."""
+    indices = np.ix_(*map(np.arange, shape))
+    return buffer[sum(i * stride for i, stride in zip(indices, strides, strict=True))].astype(
+        np.float64
+    )
+
+
+def stored(rng, shape, strides, dtype):
+    """Random numbers in an array with the strides, and what lies in memory."""
+    count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    numbers = rng.integers(-9, 10, count) if dtype.kind in "iu" else rng.normal(size=count)
+    buffer = numbers.astype(dtype)
+    return buffer, view(buffer, shape, strides)
+
+
+def drawn(rng, family, make):
+    """A product that the kernels take, and one of its candidates."""
+    while True:
+        arithmetic = str(rng.choice(sorted(WGMMA_ARITHMETICS)))
+        types = WGMMA_ARITHMETICS[arithmetic].types
+        operands, results = list(types.operands), list(types.results)
+        lhs, rhs = (operands[rng.integers(len(operands))] for _ in range(2))
+        product = make(arithmetic, types=(lhs, rhs, results[rng.integers(len(results))]))
+        found = list(taken(family, product, GPU))
+        if found:
+            return product, found[rng.integers(len(found))]
+
+
+def check(rng, product, candidate, operands, shape, strides, expected, magnitudes):
+    with emulated_plans.record() as recorded:
+        plan = candidate.plan(GPU)
+    count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    how = {"late": [("reads", "writes")[rng.integers(2)]], "backwards": bool(rng.integers(2))}
+    (buffer,) = emulated_plans.run_plan(
+        plan, recorded, operands, [((count,), product.out_dtype)], **how
+    )
+    found = view(buffer, shape, strides)
+    # bfloat16 and TF32 round operands or results; integers are exact.
+    is_float = jnp.issubdtype(product.out_dtype, jnp.floating)
+    unit = 2**-10 + float(jnp.finfo(product.out_dtype).eps) if is_float else 0
+    slack = unit * magnitudes + (2**-24 if is_float else 0)
+    assert (np.abs(found - expected) <= slack).all(), (candidate.key, product)
+
+
+def size(rng):
+    return int(rng.choice([1, rng.integers(1, 40), 8 * rng.integers(1, 24)]))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_products(seed):
+    rng = np.random.default_rng(seed)
+
+    def make(arithmetic, types):
+        return product_of(
+            arithmetic, size(rng), size(rng), int(rng.choice([size(rng), 1000])),
+            rng.integers(1, 4, rng.integers(3)).tolist(), types=types,
+            lhs_k_major=bool(rng.integers(2)), rhs_k_major=bool(rng.integers(2)),
+            padding=int(rng.choice([0, 0, 1, 8])), broadcast=set(rng.integers(0, 3, 1).tolist()),
+        )  # fmt: skip
+
+    product, candidate = drawn(rng, WGMMA, make)
+    g = product.geometry
+    lhs, a = stored(rng, (*g.batch, g.m, g.k), g.lhs_strides, product.lhs_dtype)
+    rhs, b = stored(rng, (*g.batch, g.k, g.n), g.rhs_strides, product.rhs_dtype)
+    shape = (*g.batch, g.m, g.n)
+    check(rng, product, candidate, [lhs, rhs], shape, g.out_strides, a @ b, np.abs(a) @ np.abs(b))
+
+
+def bounds_of(rng, groups, rows):
+    """Where the groups of a batch begin and end."""
+    kind = rng.choice(BOUNDS)
+    if kind == "empty":
+        return np.full(groups + 1, rng.integers(rows + 1))
+    if kind == "one-hot":
+        return np.where(np.arange(groups + 1) > rng.integers(groups), rows, 0)
+    bounds = np.sort(rng.integers(0, rows + 1, groups + 1))
+    return bounds if kind == "gaps" else np.array([0, *bounds[1:-1], rows])
+
+
+@pytest.mark.parametrize("ragged", ["m", "k"])
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.one_in(2)
+def test_groups(seed, ragged):
+    rng = np.random.default_rng([seed, ragged == "m"])
+
+    def make(arithmetic, types):
+        return ragged_product_of(
+            arithmetic, ragged, int(rng.integers(1, 6)), size(rng), size(rng), size(rng),
+            batch=rng.integers(1, 3, rng.integers(2)).tolist(), types=types,
+            lhs_k_major=ragged == "m", rhs_k_major=ragged == "m" and bool(rng.integers(2)),
+            padding=int(rng.choice([0, 0, 8])),
+        )  # fmt: skip
+
+    product, candidate = drawn(rng, GROUPED_WGMMA, make)
+    grouped = g = product.groups
+    batch = (*g.outer_batch, g.groups)
+    lhs, a = stored(rng, (*batch, g.m, g.k), g.lhs_strides, product.lhs_dtype)
+    rhs, b = stored(rng, (*batch, g.k, g.n), g.rhs_strides, product.rhs_dtype)
+    batches = math.prod(g.outer_batch)
+    bounds = np.array([bounds_of(rng, g.groups, grouped.rows) for _ in range(batches)], np.int32)
+    expected, magnitudes = np.zeros((2, batches, g.groups, g.m, g.n))
+    a, b = (x.reshape(batches, *x.shape[-3:]) for x in (a, b))
+    for i, group in np.ndindex(batches, g.groups):
+        rows = slice(*bounds[i, group : group + 2])
+        if ragged == "m":
+            # Rows have one place, whatever their group.
+            own = a[i, group, rows], b[i, group]
+            expected[i, :, rows] = own[0] @ own[1]
+            magnitudes[i, :, rows] = np.abs(own[0]) @ np.abs(own[1])
+        else:
+            own = a[i, group, :, rows], b[i, group, rows]
+            expected[i, group], magnitudes[i, group] = (
+                own[0] @ own[1],
+                np.abs(own[0]) @ np.abs(own[1]),
+            )
+    shape = (*batch, g.m, g.n)
+    check(
+        rng, product, candidate, [lhs, rhs, bounds.ravel()], shape, g.out_strides,
+        expected.reshape(shape), magnitudes.reshape(shape),
+    )  # fmt: skip

@@ -439,6 +439,3 @@ def test_results_may_be_numbers():
     found = jtk.matmul(ONES, ONES, epilogue=lambda y: (1.5, y, 2, jtk.row_sum(1.0)))
     expected = jnp.full((4, 4), 1.5), ONES @ ONES, jnp.full((4, 4), 2), jnp.full(4, 4.0)
     assert_equal(found, expected)
-
-
-# -- Layers. ---------------------------------------------------------------------------------------

@@ -23,11 +23,17 @@ def test_every_public_operation_is_described():
     assert not described & NOT_OPERATIONS
 
 
-@pytest.mark.parametrize("calls", [CALLS, pytest.param(THOROUGH, marks=pytest.mark.thorough)])
+HOW = [
+    (CALLS, None),
+    *(pytest.param(THOROUGH, x, marks=pytest.mark.thorough) for x in (None, "kernels")),
+]
+
+
+@pytest.mark.parametrize(("calls", "policy"), HOW)
 @pytest.mark.parametrize("name", DESCRIPTIONS)
-def test_errors_are_within_the_bounds(rng, name, calls):
+def test_errors_are_within_the_bounds(rng, name, calls, policy):
     """``python tests/fuzz.py`` runs more, and explains the worst."""
-    failed = [outcome for outcome in outcomes(rng, calls, name) if outcome.failed]
+    failed = [outcome for outcome in outcomes(rng, calls, name, policy) if outcome.failed]
     unknown = [outcome for outcome in failed if outcome.known is None]
     assert not unknown, "\n".join(map(str, unknown))
     if failed:

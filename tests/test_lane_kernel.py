@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import jet
 from jax.sharding import PartitionSpec as P
 from jaxprs import parameters
 from lane_functions import collatz, kalman, lorenz
 from numerics import on_gpu
 from nvrtc_mark import needs_nvrtc
-from sharded import AUTO, EXPLICIT, devices, mesh_of, put
+from sharded import AUTO, devices, mesh_of, put
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_to_ptx
@@ -71,13 +70,6 @@ TRANSFORMATIONS = [
         lambda p: lax.scan(lambda c, _: (c + 1e-3 * f(c * p), c), 1.0, None, length=2)[0]
     )(PARAMETERS),
 ]
-
-
-@pytest.mark.parametrize("transformed", TRANSFORMATIONS)
-@pytest.mark.one_in(4)
-def test_transformations(transformed):
-    wanted = jax.jit(lambda: transformed(loss_by(jax.vmap)))()
-    close(jax.jit(lambda: transformed(loss_by(jtk.kernel)))(), wanted)
 
 
 @needs_nvrtc
@@ -162,24 +154,6 @@ def test_gradient_with_checkpoints(count, checkpoint, reverse):
     f, args = of_steps(count, reverse)
     loss, wanted = loss_of(f, jtk.kernel, checkpoint=checkpoint), loss_of(f, jax.vmap)
     close(*(jax.jit(jax.grad(f, (0, 1, 2)))(*args) for f in (loss, wanted)))
-
-
-def test_hessian_with_checkpoints():
-    f, args = of_steps(40)
-    loss, wanted = loss_of(f, jtk.kernel, checkpoint=7), loss_of(f, jax.vmap)
-    close(*(jax.jit(jax.jacfwd(jax.grad(f, 1), 1))(*args) for f in (loss, wanted)))
-
-
-def test_reverse_over_reverse_and_remat_with_checkpoints():
-    def f(state, parameters):
-        return lax.scan(lambda s, _: (s + 0.1 * parameters * s[::-1], None), state, None, 20)[0]
-
-    def loss_by(map_, **settings):
-        return lambda p: jnp.sum(map_(f, in_axes=(0, None), **settings)(START, p) ** 2)
-
-    for transformed in (lambda f: jax.jacrev(jax.grad(f)), lambda f: jax.grad(jax.checkpoint(f))):
-        found = jax.jit(transformed(loss_by(jtk.kernel, checkpoint=6)))(PARAMETERS / 9)
-        close(found, jax.jit(transformed(loss_by(jax.vmap)))(PARAMETERS / 9))
 
 
 def saved(f, args, **settings):
@@ -390,23 +364,6 @@ def test_64_bit_types_follow_the_call():
     np.testing.assert_array_equal(traced.lower().compile()(np.ones(3, np.float32)), True)
 
 
-def test_taylor_polynomials():
-    sine = jtk.kernel(jnp.sin)
-    _, series = jet.jet(lambda x: sine(x), (jnp.ones(2),), ((jnp.ones(2), jnp.zeros(2)),))
-    # A GPU's error is 1.2e-6.
-    tolerance = 2e-6 if on_gpu() else 1e-6
-    np.testing.assert_allclose(series[0], np.cos(np.ones(2)), tolerance)
-    np.testing.assert_allclose(series[1], -np.sin(np.ones(2)), tolerance)
-
-
-def test_export():
-    exported = jax.export.export(
-        jax.jit(mapped_by(jtk.kernel)), disabled_checks=jtk.export_checks()
-    )(START, PARAMETERS)
-    called = jax.export.deserialize(exported.serialize()).call
-    close(called(START, PARAMETERS), mapped_by(jax.vmap)(START, PARAMETERS))
-
-
 # Several devices.
 
 
@@ -416,59 +373,19 @@ def no_collectives(function, *args):
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")
-class TestSharded:
-    def test_lanes_need_no_collectives(self):
-        mesh = mesh_of((AUTO, AUTO))
-        start, parameters = put(mesh, START, LANES), put(mesh, PARAMETERS, P())
-        mapped = mapped_by(jtk.kernel)
-        assert no_collectives(mapped, start, parameters)
-        assert no_collectives(jax.grad(lambda x: jnp.sum(mapped(x, parameters) ** 2)), start)
-        found = jax.jit(mapped)(start, parameters)
-        assert found.sharding.spec[0] == ("d", "m")
-        close(found, mapped_by(jax.vmap)(START, PARAMETERS))
-        # XLA's vmap asks all devices whether any of them goes on.
-        counts = put(mesh, np.arange(1, 17), LANES)
-        assert no_collectives(jtk.kernel(collatz), counts)
-        assert not no_collectives(jax.vmap(collatz), counts)
-
-    def test_gradient_of_what_all_lanes_read(self):
-        mesh = mesh_of((AUTO, AUTO))
-        start, parameters = put(mesh, START, LANES), put(mesh, PARAMETERS, P())
-
-        def loss(map_):
-            return lambda p: jnp.sum(mapped_by(map_)(start, p) ** 2)
-
-        close(
-            jax.jit(jax.grad(loss(jtk.kernel)))(parameters),
-            jax.grad(loss_by(jax.vmap))(PARAMETERS),
-        )
-
-    def test_shard_map(self):
-        mesh = mesh_of((AUTO, AUTO))
-
-        def loss(map_):
-            mapped = jax.shard_map(
-                mapped_by(map_), mesh=mesh, in_specs=(LANES, P()), out_specs=LANES
-            )
-            return lambda p: jnp.sum(mapped(START, p) ** 2)
-
-        close(
-            jax.jit(jax.value_and_grad(loss(jtk.kernel)))(PARAMETERS),
-            jax.value_and_grad(loss_by(jax.vmap))(PARAMETERS),
-        )
-
-    def test_explicit_axes(self):
-        mesh = mesh_of((EXPLICIT, EXPLICIT))
-        with jax.set_mesh(mesh):
-            start, parameters = put(mesh, START, LANES), put(mesh, PARAMETERS, P())
-            types = [
-                jax.typeof(jax.jit(mapped_by(map_))(start, parameters))
-                for map_ in (jtk.kernel, jax.vmap)
-            ]
-            gradient = jax.grad(lambda p: jnp.sum(mapped_by(jtk.kernel)(start, p) ** 2))
-            close(gradient(parameters), jax.grad(loss_by(jax.vmap))(PARAMETERS))
-        assert types[0] == types[1]
-        assert types[0].sharding.spec[0] == ("d", "m")
+def test_lanes_need_no_collectives():
+    mesh = mesh_of((AUTO, AUTO))
+    start, parameters = put(mesh, START, LANES), put(mesh, PARAMETERS, P())
+    mapped = mapped_by(jtk.kernel)
+    assert no_collectives(mapped, start, parameters)
+    assert no_collectives(jax.grad(lambda x: jnp.sum(mapped(x, parameters) ** 2)), start)
+    found = jax.jit(mapped)(start, parameters)
+    assert found.sharding.spec[0] == ("d", "m")
+    close(found, mapped_by(jax.vmap)(START, PARAMETERS))
+    # XLA's vmap asks all devices whether any of them goes on.
+    counts = put(mesh, np.arange(1, 17), LANES)
+    assert no_collectives(jtk.kernel(collatz), counts)
+    assert not no_collectives(jax.vmap(collatz), counts)
 
 
 # What is planned for a GPU.

@@ -1,7 +1,6 @@
 """``route`` and ``moe`` on several devices: values, and bytes against ``lax.ragged_dot``'s."""
 
 import functools
-from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -160,39 +159,6 @@ def test_experts_by_hand(rng, gradient):
         (reduction,) = collectives(compiled)
         # A ring of four sends twice three quarters of the results of 32 tokens.
         assert reduction == ("all-reduce", 2 * 3 / 4 * T // 2 * D * 4)
-
-
-@pytest.mark.parametrize(
-    "types", [(AUTO, AUTO), pytest.param((EXPLICIT, EXPLICIT), marks=pytest.mark.thorough)], ids=str
-)
-def test_transformations(rng, types):
-    mesh, arrays, specs = mesh_of(types), _arrays(rng), _specs("data and experts")
-    layers = [np.stack([x, x[::-1]]) for x in arrays]
-
-    def through(layer):
-        def step(x, parameters):
-            return x + layer(x, *parameters), None
-
-        return lambda x, *parameters: lax.scan(step, x, parameters)[0]
-
-    def results(layer, args, layers):
-        second = jax.jvp(jax.grad(lambda *a: (layer(*a) ** 2).sum(), (0, 2)), args, args)[1]
-        mapped = jax.vmap(layer)(*layers)
-        scanned = jax.grad(lambda *a: (through(layer)(*a) ** 2).sum(), 2)(args[0], *layers[1:])
-        return second, mapped, scanned, jax.checkpoint(layer)(*args)
-
-    wanted = jax.jit(functools.partial(results, by_parts))(tuple(arrays), layers)
-    with jax.set_mesh(mesh) if EXPLICIT in types else nullcontext():
-        args = tuple(put(mesh, x, s) for x, s in zip(arrays, specs, strict=True))
-        stacked = [put(mesh, x, P(None, *s)) for x, s in zip(layers, specs, strict=True)]
-        found = jax.jit(functools.partial(results, ours))(args, stacked)
-        _assert_close(found, wanted)
-        # Parts of 16 bits are added in float32.
-        low = [put(mesh, x.astype(jnp.bfloat16), s) for x, s in zip(arrays, specs, strict=True)]
-        out = None if EXPLICIT in types else NamedSharding(mesh, P("d"))
-        (reduction,) = collectives(jax.jit(ours, out_shardings=out).lower(*low).compile())
-        assert reduction.bytes_sent == 2 * 3 / 4 * T // 2 * D * 4
-        assert jax.typeof(ours(*low)).dtype == jnp.bfloat16
 
 
 def test_activations_of_automatic_axes(rng):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of, put
+from sharded import AUTO, bytes_sent, collectives, devices, mesh_of
 
 import jax_tilekern as jtk
 from jax_tilekern.ops.muon.newton_schulz import COEFFICIENTS
@@ -259,29 +259,6 @@ def test_errors(error, x, kwargs, words):
 
 
 # Several devices.
-
-SPECS = (P("d", "m"), P(None, "d", "m"), P(None, ("d", "m")))
-
-
-@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
-@pytest.mark.parametrize("types", [(AUTO, AUTO), (EXPLICIT, EXPLICIT)], ids=["auto", "explicit"])
-def test_sharded_matrices(rng, types):
-    mesh = mesh_of(types)
-    x = rng.normal(size=(8, 16, 48)).astype(np.float32)
-
-    def gradient(x):
-        return jax.grad(lambda x: (newton_schulz(x, steps=2) ** 3).sum())(x)
-
-    wanted, wanted_gradient = newton_schulz(x), gradient(x)
-    for spec in SPECS:
-        with jax.set_mesh(mesh):
-            sharded = put(mesh, x, spec)
-            got = jax.jit(newton_schulz)(sharded)
-            np.testing.assert_allclose(got, wanted, atol=1e-5)
-            if EXPLICIT in types:
-                assert got.sharding.is_equivalent_to(sharded.sharding, 3)
-    with jax.set_mesh(mesh):
-        np.testing.assert_allclose(jax.jit(gradient)(sharded), wanted_gradient, atol=1e-3)
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")

@@ -28,7 +28,7 @@ from jax_tilekern.plans.linalg.small_matrices import (
 )
 
 H100 = known_gpu("sm_90")
-F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+F32 = np.dtype(np.float32)
 
 
 def test_plans_that_no_launch_has():

@@ -136,9 +136,6 @@ def test_gradients_of_several_results_of_several_types(arrays):
     assert_close(jax.grad(total, (0, 1))(x, w), plain(x, w))
 
 
-# Transformations.
-
-
 # Errors.
 
 

@@ -71,17 +71,6 @@ def unfused_product(x, w, residual):
     return jax.nn.gelu(jtk.ragged_dot(x, w, SIZES)) + residual
 
 
-@pytest.mark.parametrize(
-    "name", ["groups, results by rows", pytest.param("contracted", marks=pytest.mark.thorough)]
-)
-def test_gradients_of_partitioned_calls(arrays, name):
-    mesh, numbers = mesh_of((AUTO, AUTO)), tuple(range(5))
-    specs, _ = PARTITIONS[name]
-    placed = [put(mesh, x, spec) for x, spec in zip(arrays, specs, strict=True)]
-    expected = jax.grad(loss(unfused), numbers)(*arrays)
-    assert_close(jax.jit(jax.grad(loss(fused), numbers))(*placed), expected)
-
-
 @pytest.mark.parametrize("specs", [(P("d"), P(None, "m")), (P("d", "m"), P()), (P(), P("m"))])
 @pytest.mark.one_in(3)
 def test_partitioned_batches_of_sizes_that_do_not_divide(rng, specs):

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from numerics import BF16, UNIT_ROUNDOFF, assert_close, check_derivatives, exact, random
+from numerics import BF16, UNIT_ROUNDOFF, assert_close, exact, random
 from nvrtc_mark import needs_nvrtc
 from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of
 
@@ -22,42 +22,6 @@ KINDS = {
         lambda x: np.log(np.exp(x - x.max(-1)[..., None]).sum(-1)) + x.max(-1),
     ),
 }
-SHAPES = [
-    ((40, 32), (32, 50)),
-    ((300, 70), (70, 513)),
-    ((3, 33, 17), (3, 17, 65)),
-    ((5, 64, 32), (32, 640)),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16, np.float64])
-@pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.one_in(8)
-def test_values_beside_the_product_and_alone(rng, x64, kind, dtype, shapes):
-    reduce, expected = KINDS[kind]
-    a, b = (random(rng, shape, dtype) for shape in shapes)
-    bias = jnp.asarray(rng.standard_normal(shapes[1][-1]), np.float32)
-
-    def call(epilogue):
-        return jax.jit(
-            lambda *xs: jtk.matmul(*xs[:2], epilogue=epilogue, operands=xs[2:], precision=HIGHEST)
-        )(a, b, bias)
-
-    alone = call(lambda y, bias: reduce(y + bias))
-    nested = call(lambda y, bias: {"a reduction": reduce(y + bias), "element": y})
-    values = exact(a) @ exact(b) + np.asarray(bias, np.float64)
-    # The bound of the product's error, for as many terms as a sum of rows has.
-    unit = UNIT_ROUNDOFF[np.dtype(np.float64 if dtype == np.float64 else np.float32)]
-    terms = np.abs(exact(a)) @ np.abs(exact(b)) + np.abs(np.asarray(bias, np.float64))
-    bound = 2 * (shapes[0][-1] + shapes[1][-1]) * unit * terms.sum(-1).max()
-    for found in (alone, nested["a reduction"]):
-        assert np.abs(np.asarray(found, np.float64) - expected(values)).max() <= bound
-    # The product alone may have another kernel, and add up in another order.
-    product = exact(a) @ exact(b)
-    of_sums = 2 * shapes[0][-1] * unit * (np.abs(exact(a)) @ np.abs(exact(b)))
-    allowed = of_sums + UNIT_ROUNDOFF[np.dtype(dtype)] * (np.abs(product) + of_sums)
-    assert (np.abs(np.asarray(nested["element"], np.float64) - product) <= allowed).all()
 
 
 @pytest.mark.parametrize("columns", [7, 300])
@@ -80,20 +44,6 @@ def test_nan_and_infinities(columns):
         expected = values.sum(-1), values.max(-1), jax.nn.logsumexp(values, -1)
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5)
-
-
-def function(y, bias):
-    value = jnp.tanh(y + bias)
-    return value, jtk.row_logsumexp(value * 2), jtk.row_sum(y * y)
-
-
-def calls(*args):
-    return jtk.matmul(*args[:2], epilogue=function, operands=args[2:])
-
-
-def test_derivatives(rng, x64):
-    args = [random(rng, shape, np.float64) for shape in ((3, 4), (4, 5), (5,))]
-    check_derivatives(jax.jit(calls), args)
 
 
 # Sharded.

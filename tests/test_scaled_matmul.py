@@ -1,4 +1,4 @@
-"""``scaled_matmul``: values, derivatives, transformations, errors, and the kernels, emulated."""
+"""``scaled_matmul``: epilogues, transformations, errors, and the kernels, emulated."""
 
 import contextlib
 import functools
@@ -12,15 +12,20 @@ from emulated_gpu import SMALL_H100, emulated_gpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
-from numerics import F8E4, F8E5
-from products import BF16, E4M3, E5M2, F32, row_major
+from numerics import F8E4, F8E5, UNIT_ROUNDOFF
+from nvrtc_mark import needs_nvrtc
+from products import BF16, E4M3, E5M2, F32, H100, row_major
 from scaled_products import TENSOR_CORES, dequantized, product_bounds, scales, values
 from sharded import bytes_sent, collectives, devices
 
 import jax_tilekern as jtk
+from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
+from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.plans.gemm import select
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.problem import Product, Scales
+from jax_tilekern.plans.gemm.select import plan_matmul
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 
 
@@ -30,105 +35,6 @@ def check(got, lhs, rhs, lhs_scales, rhs_scales, *, tensor_cores=TENSOR_CORES):
     expected, bound = product_bounds(a, b, got.dtype, tensor_cores=tensor_cores)
     assert got.shape == expected.shape
     assert (np.abs(np.asarray(got, np.float64) - expected) <= bound).all()
-
-
-# Rows and columns of scales, of M, N, K = 200, 136, 400.
-OF_LHS = [(200, 4), (2, 4), (1, 4), (200, 1), (1, 1)]
-OF_RHS = [(136, 4), (2, 4), (1, 1)]
-
-
-@pytest.mark.parametrize("of_rhs", OF_RHS)
-@pytest.mark.parametrize("of_lhs", OF_LHS)
-@pytest.mark.parametrize("out", [np.float32, jnp.bfloat16, np.float16])
-@pytest.mark.one_in(3)
-def test_values(rng, out, of_lhs, of_rhs):
-    operands = values(rng, 200, 400), values(rng, 136, 400, dtype=F8E5)
-    of_operands = scales(rng, *of_lhs), scales(rng, *of_rhs)
-    got = jtk.scaled_matmul(*operands, *of_operands, preferred_element_type=out)
-    assert got.dtype == out
-    check(got, *operands, *of_operands)
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 1, 1), (1, 7, 130), (3, 1, 128), (5, 129, 257), (128, 128, 127)]
-)
-def test_sizes_are_no_multiples_of_blocks(rng, m, n, k):
-    blocks = -(-k // 128)
-    operands = values(rng, m, k), values(rng, n, k)
-    of_operands = scales(rng, m, blocks), scales(rng, -(-n // 128), blocks)
-    check(
-        jtk.scaled_matmul(*operands, *of_operands),
-        *operands,
-        *of_operands,
-    )
-
-
-def test_batches(rng):
-    lhs, rhs = values(rng, 2, 3, 130, 200), values(rng, 140, 200)
-    of_lhs, of_rhs = scales(rng, 2, 3, 2, 2), scales(rng, 2, 2)
-    check(
-        jtk.scaled_matmul(lhs, rhs, of_lhs, of_rhs),
-        lhs,
-        rhs,
-        of_lhs,
-        of_rhs,
-    )
-    check(
-        jtk.scaled_matmul(rhs, lhs, of_rhs, of_lhs),
-        rhs,
-        lhs,
-        of_rhs,
-        of_lhs,
-    )
-    batched, of_batched = values(rng, 2, 3, 140, 200), scales(rng, 2, 3, 140, 2)
-    got = jtk.scaled_matmul(lhs, batched, of_lhs, of_batched)
-    check(got, lhs, batched, of_lhs, of_batched)
-    empty = jtk.scaled_matmul(lhs[:, :0], batched[:, :0], of_lhs[:, :0], of_batched[:, :0])
-    assert empty.shape == (2, 0, 130, 140)
-
-
-@pytest.mark.parametrize(
-    "axes", [(0, None, 0, None), (2, 1, 1, 2), (None, None, 0, None), (None, 1, None, None)]
-)
-def test_vmap(rng, axes):
-    operands = [values(rng, 40, 200), values(rng, 24, 200), scales(rng, 40, 2), scales(rng, 24, 2)]
-    stacks = [
-        x if axis is None else jnp.stack([x, 2 * x.astype(F32).astype(x.dtype), x[::-1]], axis)
-        for x, axis in zip(operands, axes, strict=True)
-    ]
-    got = jax.vmap(jtk.scaled_matmul, axes)(*stacks)
-    for i in range(3):
-        one = [
-            x if axis is None else jnp.take(x, i, axis)
-            for x, axis in zip(stacks, axes, strict=True)
-        ]
-        check(got[i], *one)
-
-
-def test_derivatives_by_scales(rng):
-    """Numerical derivatives of second order would be of float32's rounding."""
-    lhs, rhs = values(rng, 24, 200), values(rng, 40, 200)
-    of_operands = scales(rng, 24, 2), scales(rng, 1, 2)
-    tangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), F32), of_operands)
-    weights = jnp.asarray(rng.normal(size=(24, 40)), F32)
-
-    def total(a, b):
-        return (jtk.scaled_matmul(lhs, rhs, a, b) * weights).sum()
-
-    def of_dequantized(a, b):
-        a, b = (jnp.repeat(x, 128, 1)[:, :200] for x in (a, b))
-        return ((lhs.astype(F32) * a) @ (rhs.astype(F32) * b).T * weights).sum()
-
-    def first(f):
-        return jax.grad(f, (0, 1))(*of_operands)
-
-    def second(f):
-        return jax.jvp(jax.grad(f, (0, 1)), of_operands, tangents)[1]
-
-    for derivative in (first, second, lambda f: first(jax.checkpoint(f))):
-        ours, theirs = (jax.tree.leaves(derivative(f)) for f in (total, of_dequantized))
-        for x, y in zip(ours, theirs, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * np.abs(y).max())
 
 
 def test_operands_have_no_derivative(rng):
@@ -222,15 +128,6 @@ def test_devices_have_whole_blocks(rng, name, blocks):
     check(got, *arrays)
     assert got.sharding.is_equivalent_to(NamedSharding(mesh, wanted), 2)
     assert [x.kind for x in collectives(compiled)] == sent or bytes_sent(compiled) == 0 == len(sent)
-
-
-@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
-def test_parts_of_blocks_are_gathered(rng):
-    mesh = jax.make_mesh((8,), ("d",), (AxisType.Auto,), devices=devices()[:8])
-    arrays = values(rng, 512, 200), values(rng, 40, 200), scales(rng, 4, 2), scales(rng, 40, 2)
-    by_row = NamedSharding(mesh, P("d"))
-    placed = [jax.device_put(arrays[0], by_row), *arrays[1:]]
-    check(jax.jit(jtk.scaled_matmul)(*placed), *arrays)
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")
@@ -396,3 +293,175 @@ def test_copied_scales(rng, monkeypatch):
         text = call.lower(*operands, *of_operands).as_text()
     assert {plan.name for plan in ran} == {"scaled_wgmma_matmul fp8"}
     assert text.count("stablehlo.transpose") == 2
+
+
+def layer(y, bias, residual):
+    return jax.nn.gelu(y + bias) + residual
+
+
+def operands(rng, m=72, n=136, k=200, of_rhs=None, batch=()):
+    """Factors, their scales, a bias, and a residual."""
+    blocks = -(-k // 128)
+    return (
+        values(rng, *batch, m, k), values(rng, n, k),
+        scales(rng, *batch, m, blocks), scales(rng, *(of_rhs or (-(-n // 128), blocks))),
+        jnp.asarray(rng.normal(size=n), F32), jnp.asarray(rng.normal(size=(*batch, m, n)), BF16),
+    )  # fmt: skip
+
+
+def fused(lhs, rhs, of_lhs, of_rhs, *arrays, out=F32, epilogue=layer):
+    return jtk.scaled_matmul(lhs, rhs, of_lhs, of_rhs, out, epilogue=epilogue, operands=arrays)
+
+
+def unfused(lhs, rhs, of_lhs, of_rhs, *arrays, epilogue=layer):
+    product_of_layer = jtk.scaled_matmul(lhs, rhs, of_lhs, of_rhs)
+    return epilogue(product_of_layer, *(x.astype(F32) for x in arrays))
+
+
+def check_layer(got, given):
+    """Compare with the function of the product_of_layer in float64, whose slope is at most 1.2."""
+    lhs, rhs, of_lhs, of_rhs, *arrays = given
+    a, b = dequantized(lhs, of_lhs), np.swapaxes(dequantized(rhs, of_rhs), -1, -2)
+    product_of_layer, bound = product_bounds(a, b, F32, tensor_cores=TENSOR_CORES)
+    expected = np.asarray(
+        layer(jnp.asarray(product_of_layer, F32), *(x.astype(F32) for x in arrays))
+    )
+    rounding = 16 * UNIT_ROUNDOFF[np.dtype(F32)] + UNIT_ROUNDOFF[np.dtype(got.dtype)]
+    allowed = 1.2 * bound + rounding * (np.abs(expected) + np.abs(product_of_layer) + 8)
+    assert (np.abs(np.asarray(got, np.float64) - expected) <= allowed).all()
+
+
+def test_results_are_nested_as_the_function_nests_them(rng):
+    *factors, bias, _ = operands(rng)
+    total, y = fused(*factors, bias, epilogue=lambda y, b: (jtk.row_sum(y + b), y))
+    product_of_layer = jtk.scaled_matmul(*factors)
+    np.testing.assert_array_equal(y, product_of_layer)
+    np.testing.assert_allclose(total, (product_of_layer + bias).sum(-1), rtol=1e-4, atol=1e-2)
+    np.testing.assert_array_equal(fused(*factors, epilogue=lambda y: y), product_of_layer)
+
+
+def test_checkpoint_policies_save_the_product(rng):
+    lhs, rhs, *others = operands(rng, 24, 40, 200)
+    computed = {}
+    for name in ("dots_saveable", "nothing_saveable"):
+        policy = getattr(jax.checkpoint_policies, name)
+
+        def loss(*x, policy=policy):
+            return jax.checkpoint(lambda *x: fused(lhs, rhs, *x).sum(), policy=policy)(*x)
+
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(*others)
+        names = [equation.primitive.name for equation in equations(jaxpr)]
+        computed[name] = names.count("tilekern_scaled_matmul")
+        np.testing.assert_allclose(
+            jax.grad(loss)(*others),
+            jax.grad(lambda *x: unfused(lhs, rhs, *x).sum())(*others),
+            rtol=1e-3,
+            atol=0.1,
+        )
+    # The backward pass has one more, by the tangent of the scales.
+    assert computed["nothing_saveable"] == computed["dots_saveable"] + 1
+
+
+@pytest.mark.parametrize("epilogue", [None, layer])
+def test_products_are_offloaded_to_host_memory(rng, epilogue):
+    lhs, rhs, *others = operands(rng, 24, 40, 200)
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    arrays = others if epilogue else others[:2]
+
+    def loss(*x):
+        return jnp.tanh(fused(lhs, rhs, *x, epilogue=epilogue)).sum()
+
+    value, pullback = jax.vjp(jax.checkpoint(loss, policy=policy), *arrays)
+    spaces = [jax.typeof(leaf).memory_space for leaf in jax.tree.leaves(pullback)]
+    assert jax.memory.Space.Host in spaces
+    gradients = jax.grad(loss, tuple(range(len(arrays))))(*arrays)
+    for x, y in zip(pullback(jnp.ones_like(value)), gradients, strict=True):
+        np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=1e-3, atol=1e-3)
+
+
+# Shards of lhs, rhs, their scales, the bias and the residual, and what is sent.
+SHARDINGS_OF_LAYERS = {
+    "rows and columns": (
+        (P("d"), P("m"), P("d"), P("m"), P("m"), P("d", "m")), [],
+    ),
+    "k": ((P(None, "d"),) * 4 + (P(), P()), ["all-reduce"]),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("name", SHARDINGS_OF_LAYERS)
+def test_the_sum_is_completed_before_the_epilogue(rng, name):
+    specs, sent = SHARDINGS_OF_LAYERS[name]
+    mesh = jax.make_mesh((2, 4), ("d", "m"), (AxisType.Auto,) * 2, devices=devices()[:8])
+    given = operands(rng, 256, 512, 512)
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)
+    ]
+    compiled = jax.jit(fused).lower(*placed).compile()
+    check_layer(compiled(*placed), given)
+    assert [x.kind for x in collectives(compiled)] == sent
+
+
+def test_operands_are_checked(rng):
+    *factors, bias, _ = operands(rng)
+    with pytest.raises(ValueError, match=r"operand 0 of the epilogue has shape \(7,\)"):
+        fused(*factors, bias[:7], epilogue=jnp.add)
+    with pytest.raises(TypeError, match="no epilogue= that reads them"):
+        jtk.scaled_matmul(*factors, operands=(bias,))
+
+
+# -- The kernels, emulated -------------------------------------------------------------------------
+
+
+@emulated
+@pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
+@pytest.mark.parametrize("of_rhs", [None, (136, 4)], ids=["128x128", "1x128"])
+@pytest.mark.one_in(6)
+def test_one_kernel_computes_both(rng, of_rhs, how):
+    with emulated_gpu(**how) as ran:
+        given = operands(rng, 136, 136, 400, of_rhs, batch=(2,))
+        check_layer(jax.jit(fused)(*given), given)
+    assert [plan.name for plan in ran] == ["scaled_wgmma_matmul fp8"]
+
+
+@emulated
+@pytest.mark.thorough
+def test_other_orders_and_results(rng):
+    """Scales of columns that are transposed first, odd sizes, results of rows, split-K."""
+    with emulated_gpu() as ran:
+        given = operands(rng, 70, 73, 250, (73, 2))
+        check_layer(jax.jit(fused)(*given), given)
+        *factors, bias, _ = operands(rng, 140, 136, 400)
+        y, top = jax.jit(lambda *x: fused(*x, epilogue=lambda y, b: (y + b, jtk.row_max(y))))(
+            *factors, bias
+        )
+        given = operands(rng, 40, 72, 2064)
+        check_layer(jax.jit(fused)(*given), given)
+    product_of_layer = dequantized(*factors[::2]) @ dequantized(*factors[1::2]).T
+    np.testing.assert_allclose(y, product_of_layer + np.asarray(bias), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(top, product_of_layer.max(-1), rtol=1e-4, atol=1e-3)
+    assert {plan.name for plan in ran} == {"scaled_wgmma_matmul fp8"}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("of_rhs", [128, 1])
+@pytest.mark.parametrize("out", [BF16, F32])
+@pytest.mark.one_in(2)
+def test_no_register_is_spilled_and_no_mma_serialized(out, of_rhs):
+    m = n = k = 4096
+    text = cuda_text(trace_scalars(layer, F32, out, [F32, out]).function)
+    arrays = [(F32, (0, 1)), (out, (n, 1))]
+    epilogue = Epilogue(
+        text.statements,
+        text.results,
+        tuple(EpilogueArray(dtype, computed_type(dtype), lies) for dtype, lies in arrays),
+        (), (), text.instructions,
+    )  # fmt: skip
+    right = Scales(128, (), 32, 1) if of_rhs == 128 else Scales(1, (), 1, n)
+    product_of_layer = Product(
+        row_major(m, n, k, (), rhs_k_major=True), E4M3, E4M3, out, "fp8", epilogue,
+        scales=(Scales(1, (), 1, m), right),
+    )  # fmt: skip
+    entry = plan_matmul(product_of_layer, H100).launches[0].entry
+    assert entry.spill_bytes == 0
+    assert not entry.serialized

@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from numerics import (
-    UNIT_ROUNDOFF,
-    assert_close,
-    check_derivatives,
     on_gpu,
-    poison,
     random,
     whole,
 )
@@ -24,29 +20,7 @@ from sharded import MESH_TYPES, bytes_sent, check, mesh_of, put
 import jax_tilekern as jtk
 
 of_a_cpu = pytest.mark.skipif(on_gpu(), reason="a CPU's choices and program")
-BF16 = ml_dtypes.bfloat16
-FLOATS = [np.float32, np.float16, BF16]
-INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32]
 REDUCTIONS = ["sum", "prod", "max", "min"]
-# Edges, columns, segments. The first are few edges. The others are sorted, by workers of every
-# number of lanes, with whole and broken tiles of columns, or have few segments.
-SIZES = [
-    (1, (), 1),
-    (300, (), 24),
-    (700, (1,), 1000),
-    (257, (8,), 31),
-    (1000, (2, 33), 5),
-    (300, (520,), 40),
-    (40, (4096,), 300),
-    (5000, (), 24),
-    (5000, (), 9000),
-    (6000, (3,), 700),
-    (5000, (8,), 3000),
-    (5000, (2, 33), 400),
-    (9000, (64,), 5),
-    (5000, (256,), 320),
-    (4200, (520,), 4000),
-]
 
 
 def _ids(rng, edges, segments, dtype=np.int32):
@@ -54,68 +28,6 @@ def _ids(rng, edges, segments, dtype=np.int32):
     low = -2 if np.issubdtype(dtype, np.signedinteger) else 0
     ids = rng.integers(low, segments + 3, edges)
     return np.where(rng.random(edges) < 0.3, segments // 2, ids).astype(dtype)
-
-
-def _exact(reduction, x, ids, segments):
-    """The reduction in float64, or in integers."""
-    wide = np.asarray(x).astype(np.int64 if np.asarray(x).dtype.kind in "iu" else np.float64)
-    if np.asarray(x).dtype.kind in "iu":
-        info = np.iinfo(np.asarray(x).dtype)
-        lowest, highest = info.min, info.max
-    else:
-        lowest, highest = -np.inf, np.inf
-    start = {"sum": 0, "prod": 1, "max": lowest, "min": highest}[reduction]
-    result = np.full((segments, *wide.shape[1:]), start, wide.dtype)
-    ufunc = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[reduction]
-    inside = (ids >= 0) & (ids < segments)
-    with np.errstate(all="ignore"):
-        ufunc.at(result, ids[inside], wide[inside])
-    return result
-
-
-def _check_sums(found, x, ids, segments, dtype=None):
-    """Sums of floats are off by at most the roundings of float32, and one to the type."""
-    exact = _exact("sum", x, ids, segments)
-    dtype = np.dtype(dtype or x.dtype)
-    wide = np.promote_types(dtype, np.float32) if dtype != BF16 else np.dtype(np.float32)
-    magnitudes = _exact("sum", np.abs(np.asarray(x, np.float64)), ids, segments)
-    counts = np.bincount(ids[(ids >= 0) & (ids < segments)], minlength=segments)
-    terms = counts.reshape(-1, *(1,) * (exact.ndim - 1))
-    bound = UNIT_ROUNDOFF[wide] * terms * magnitudes + UNIT_ROUNDOFF[dtype] * np.abs(exact)
-    assert found.dtype == dtype
-    assert np.all(np.abs(np.asarray(found, np.float64) - exact) <= bound * 1.01 + 1e-37)
-
-
-@pytest.mark.parametrize(("edges", "columns", "segments"), SIZES)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("is_sorted", [False, True])
-@pytest.mark.one_in(5)
-def test_sums_against_float64(rng, edges, columns, segments, dtype, is_sorted):
-    ids = _ids(rng, edges, segments)
-    ids = np.sort(ids) if is_sorted else ids
-    x = random(rng, (edges, *columns), dtype)
-    poison((segments, *columns), dtype)
-    found = jtk.segment_sum(x, ids, segments, indices_are_sorted=is_sorted)
-    _check_sums(found, x, ids, segments)
-
-
-@pytest.mark.parametrize(("edges", "columns", "segments"), SIZES)
-@pytest.mark.parametrize("dtype", [np.float32, BF16, *INTEGERS])
-@pytest.mark.parametrize("reduction", ["max", "min", "sum", "prod"])
-@pytest.mark.one_in(20)
-def test_exact_reductions(rng, edges, columns, segments, dtype, reduction):
-    ids = _ids(rng, edges, segments)
-    if np.dtype(dtype).kind in "iu":
-        x = random(rng, (edges, *columns), dtype)
-    else:
-        # Few factors differ from one, so that products are exact.
-        x = whole(rng, edges, *columns, largest=2, dtype=dtype)
-        x = jnp.where(rng.random(x.shape) < 0.02, x, 1) if reduction == "prod" else x
-        if reduction == "sum":
-            x = jnp.where(rng.random(x.shape) < 0.2, x, 0)
-    exact = _exact(reduction, x, ids, segments)
-    found = getattr(jtk, f"segment_{reduction}")(x, ids, segments)
-    np.testing.assert_array_equal(np.asarray(found), exact.astype(np.asarray(x).dtype), strict=True)
 
 
 @pytest.mark.usefixtures("x64")
@@ -128,17 +40,6 @@ def test_wide_types(rng, dtype):
     tolerance = 1e-4 if dtype == np.complex64 else 1e-12
     np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
     assert found.dtype == wanted.dtype
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
-@pytest.mark.parametrize("mode", [None, "drop", "clip", "fill", "promise_in_bounds"])
-def test_modes_and_types_of_ids(rng, dtype, mode):
-    ids = _ids(rng, 400, 90, dtype)
-    if mode == "promise_in_bounds":
-        ids = np.clip(ids, 0, 89)
-    x = whole(rng, 400, 6)
-    found = jtk.segment_sum(x, ids, 90, mode=mode)
-    np.testing.assert_array_equal(found, jax.ops.segment_sum(x, ids, 90, mode=mode))
 
 
 @pytest.mark.usefixtures("x64")
@@ -165,19 +66,11 @@ def test_plans_are_stable_sorts(rng, segments, edges):
     np.testing.assert_array_equal(in_order.bounds, bounds)
 
 
-@pytest.mark.parametrize("which", ["equal", "outside", "descending"])
-@pytest.mark.parametrize("claimed", [False, True])
-def test_extreme_ids(rng, which, claimed):
-    """All in one segment, in none, and a false claim that they ascend."""
-    x = whole(rng, 8000, 20)
-    ids = {
-        "equal": np.full(8000, 77),
-        "outside": np.full(8000, -5),
-        "descending": np.arange(8000)[::-1],
-    }[which].astype(np.int32)
-    found = jtk.segment_sum(x, ids, 900, indices_are_sorted=claimed)
-    if which != "descending" or not claimed:
-        np.testing.assert_array_equal(found, jax.ops.segment_sum(x, ids, 900))
+def test_a_false_claim_that_ids_ascend(rng):
+    """Values may be wrong, and memory is not."""
+    ids = np.arange(8000)[::-1].astype(np.int32)
+    found = jtk.segment_sum(whole(rng, 8000, 20), ids, 900, indices_are_sorted=True)
+    assert found.shape == (900, 20)
 
 
 def test_empty(rng):
@@ -207,53 +100,6 @@ def _graph(rng, nodes=30, edges=200):
     src, dst = (jnp.asarray(rng.integers(0, nodes, edges).astype(np.int32)) for _ in range(2))
     h = random(rng, (nodes, 5), np.float32)
     return h, random(rng, (edges,), np.float32), src, dst
-
-
-def _messages(h, w, src, dst, plan=lambda ids, nodes: ids):
-    nodes = h.shape[0]
-    target = plan(dst, nodes)
-    return jtk.segment_reduce(
-        lambda a, b, c: jax.nn.silu(a * b) * c,
-        h, h, w, segment_ids=target, num_segments=nodes, gather=(plan(src, nodes), target, None),
-    )  # fmt: skip
-
-
-def _plain_messages(h, w, src, dst):
-    values = jax.nn.silu(h[src] * h[dst]) * w[:, None]
-    return jax.ops.segment_sum(values, dst, h.shape[0])
-
-
-def test_functions_of_many_edges(rng):
-    graph = _graph(rng, 700, 9000)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-    close(_messages(*graph), _plain_messages(*graph))
-
-    def gradient(f):
-        return jax.jit(jax.grad(lambda h, w: jnp.sum(f(h, w, *graph[2:]) ** 2), (0, 1)))
-
-    jax.tree.map(close, *(gradient(f)(*graph[:2]) for f in (_messages, _plain_messages)))
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8])
-def test_numbers_of_rows_that_are_negative_or_out_of_bounds(rng, dtype):
-    """Negative ones count from the last row of each array; what is out of bounds reads zeros."""
-    long, short = random(rng, (20, 4), np.float32), random(rng, (7, 4), np.float32)
-    ids = rng.integers(0, 5, 200)
-    index = jnp.asarray(rng.integers(-25, 25, 200).astype(dtype))
-
-    def ours(long, short):
-        return jtk.segment_reduce(
-            jnp.multiply, long, short, segment_ids=ids, num_segments=5, gather=(index, index)
-        )
-
-    def read(x):
-        return x.at[index.astype(np.int32)].get(mode="fill", fill_value=0)
-
-    def theirs(long, short):
-        return jax.ops.segment_sum(read(long) * read(short), ids, 5)
-
-    for transform in (lambda f: f, lambda f: jax.grad(lambda *x: jnp.sin(f(*x)).sum(), (0, 1))):
-        assert_close(*(jax.jit(transform(f))(long, short) for f in (ours, theirs)), 1e-5)
 
 
 def test_nothing_of_edges_times_features_is_stored(rng):
@@ -330,22 +176,6 @@ def test_vmap_over_nothing(axes):
         assert jax.vmap(f, axes)(x, ids).shape == (0, *shape)
 
 
-@pytest.mark.parametrize("mode", [None, "clip", "wrap", "fill"])
-@pytest.mark.parametrize("shape", [(13,), (3, 4)])
-@pytest.mark.one_in(6)
-def test_take(rng, mode, shape):
-    table = random(rng, (9, 4), np.float32)
-    ids = rng.integers(-12, 14, shape)
-    found, wanted = (f(table, ids, axis=0, mode=mode) for f in (jtk.take, jnp.take))
-    np.testing.assert_array_equal(found, wanted, strict=True)
-    gradients = (
-        jax.grad(lambda t, f=f: jnp.sum(jnp.nan_to_num(f(t, ids, axis=0, mode=mode)) ** 2))(table)
-        for f in (jtk.take, jnp.take)
-    )
-    np.testing.assert_allclose(*gradients, rtol=1e-5)
-    check_derivatives(lambda t: jtk.take(t, ids, axis=0, mode="clip") ** 2, (table,))
-
-
 def test_take_elsewhere(rng):
     """Another axis, a flattened array, integers and a fill value are JAX's."""
     table = whole(rng, 9, 4, dtype=np.int32)
@@ -356,18 +186,6 @@ def test_take_elsewhere(rng):
             jnp.take(table, ids, mode="fill", **kwargs),
             strict=True,
         )
-
-
-@pytest.mark.parametrize("mode", [None, "clip", "drop"])
-def test_scatter_add(rng, mode):
-    table, ids = whole(rng, 9, 4), rng.integers(-12, 14, 30)
-    updates = whole(rng, 30, 4)
-    np.testing.assert_array_equal(
-        jtk.scatter_add(table, ids, updates, mode=mode), table.at[ids].add(updates, mode=mode)
-    )
-    np.testing.assert_array_equal(
-        jtk.scatter_add(table, ids, 1, mode=mode), table.at[ids].add(1, mode=mode)
-    )
 
 
 def test_the_forward_pass_sorts_nothing(rng):
@@ -397,40 +215,6 @@ def test_bincount(rng):
     for kwargs in ({}, {"length": 10}, {"minlength": 50}, {"weights": weights, "length": 25}):
         found, wanted = (f(x, **kwargs) for f in (jtk.bincount, jnp.bincount))
         np.testing.assert_array_equal(found, wanted, strict=True)
-
-
-# The largest elements.
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
-@pytest.mark.parametrize(
-    ("shape", "k"), [((3, 5), 5), ((70, 64), 8), ((2, 9, 256), 8), ((5, 700), 3), ((3, 4096), 64)]
-)
-@pytest.mark.one_in(4)
-def test_top_k(rng, dtype, shape, k):
-    x = random(rng, shape, dtype)
-    if np.dtype(dtype).kind not in "iu":
-        x = x.at[0, ..., 1].set(np.nan).at[0, ..., 3].set(np.inf).at[1, ..., :4].set(-0.0)
-    for found, wanted in zip(jtk.top_k(x, k), jax.lax.top_k(x, k), strict=True):
-        assert found.dtype == wanted.dtype
-        if found.dtype == BF16:
-            # NumPy does not know the NaNs of bfloat16.
-            found, wanted = (y.astype(np.float32) for y in (found, wanted))
-        np.testing.assert_array_equal(found, wanted)
-
-
-def test_rules_of_top_k(rng):
-    x = random(rng, (4, 6, 9), np.float32)
-    for axis in (0, 1, -1):
-        found, wanted = jtk.top_k(x, 3, axis=axis), jax.lax.top_k(jnp.moveaxis(x, axis, -1), 3)
-        np.testing.assert_array_equal(found[0], jnp.moveaxis(wanted[0], -1, axis))
-    # Steps of a numerical derivative exchange no elements.
-    apart = rng.permutation(x.size).reshape(x.shape) / 50
-    check_derivatives(lambda x: jtk.top_k(x, 3)[0] ** 2, (apart,))
-    for axis in range(3):
-        found = jax.vmap(lambda x: jtk.top_k(x, 2), axis)(x)
-        wanted = jax.vmap(lambda x: jax.lax.top_k(x, 2), axis)(x)
-        jax.tree.map(np.testing.assert_array_equal, found, tuple(wanted))
 
 
 # Several devices.

@@ -46,6 +46,11 @@ class Draw:
     ) -> None:
         self.rng, self.only, self.scale = rng, only, scale
 
+    @property
+    def of_tests(self):
+        """Whether types and modes of indices are drawn, on which no time depends."""
+        return self.only is not None or self.scale == 1
+
     def chance(self, probability):
         """Return true with a probability."""
         return self.rng.random() < probability

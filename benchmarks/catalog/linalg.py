@@ -27,21 +27,36 @@ def linear_algebra(draw: Draw, name: str) -> Call:
     batch = draw.one((), (), (3,), (17,))
     dtype = draw.type(F32, F64)
     u = 16 * max(8, n) * UNIT_ROUNDOFF[dtype]
-    shapes = [(*batch, n, n)] + ([(*batch, n, columns)] if "solve" in name else [])
+    of_columns = (*batch, n, columns)
+    if name == "solve" and draw.of_tests:  # One vector or matrix for all systems.
+        of_columns = draw.one(of_columns, of_columns, (n,), (n, columns))
+    shapes = [(*batch, n, n), of_columns][: 1 + ("solve" in name)]
     operands = tuple(draw.operand(shape, dtype) for shape in shapes)
     lower, transposed, unit_diagonal = (draw.chance(0.5) for _ in range(3))
+    left_side = name == "solve_triangular" or (draw.of_tests and draw.chance(0.5))
+    # The triangle that is not read is NaN.
+    has_nan = draw.of_tests and draw.only is None and draw.chance(0.5)
 
     def call(m, a, *others):
         a = jnp.matmul(a, a.mT, precision="highest") / n if name == "cholesky" else a
         a = a + (1 if name == "cholesky" else 2 * math.sqrt(n)) * _identity(a)
         function = getattr(m.linalg, name)
+        read = jnp.tri(n, dtype=bool) if lower or name == "cholesky" else jnp.tri(n, dtype=bool).T
+        if has_nan and (name == "cholesky" or "triangular" in name):
+            a = jnp.where(read, a, jnp.nan)
+        if name == "cholesky":
+            options = {"symmetrize_input": False} if has_nan else {}
+            options |= {"upper": True} if unit_diagonal else {}
+            return a, function(a, **options)
         if name == "solve_triangular":
             options = {"lower": lower, "unit_diagonal": unit_diagonal}
             return a, function(a, *others, trans=int(transposed), **options)
         if name == "triangular_solve":
             options = {"lower": lower, "unit_diagonal": unit_diagonal}
-            x = others[0].mT
-            return a, function(a, x, left_side=False, transpose_a=not transposed, **options).mT
+            options["transpose_a"] = transposed == left_side
+            if left_side:
+                return a, function(a, *others, left_side=True, **options)
+            return a, function(a, others[0].mT, left_side=False, **options).mT
         return a, function(a, *others)
 
     def errors(result, _, *others):
@@ -51,15 +66,20 @@ def linear_algebra(draw: Draw, name: str) -> Call:
         if name == "inv":
             return [(np.abs(a @ found - eye), u * (size @ np.abs(found)))]
         if name == "solve":
-            return [(np.abs(a @ found - wide(others[0])), u * (size @ np.abs(found)))]
+            b = wide(others[0])
+            found, b = (x[..., None] if b.ndim == 1 else x for x in (found, b))
+            return [(np.abs(a @ found - b), u * (size @ np.abs(found)))]
         if name in ("solve_triangular", "triangular_solve"):
             a = np.tril(a) if lower else np.triu(a)
             a = a - a * eye + eye if unit_diagonal else a
             a = a.swapaxes(-1, -2) if transposed else a
             return [(np.abs(a @ found - wide(others[0])), u * (np.abs(a) @ np.abs(found)))]
         if name == "cholesky":
+            a = np.tril(a) + np.tril(a, -1).swapaxes(-1, -2)
+            found = found.swapaxes(-1, -2) if unit_diagonal else found
             upper = np.swapaxes(found, -1, -2)
-            return [(np.abs(found @ upper - a), u * (np.abs(found) @ np.abs(upper)))]
+            above = (np.abs(np.triu(found, 1)), np.zeros(a.shape))
+            return [above, (np.abs(found @ upper - a), u * (np.abs(found) @ np.abs(upper)))]
         if name == "lu":
             p, left, upper = found
             return [(np.abs(p @ left @ upper - a), u * (p @ (np.abs(left) @ np.abs(upper))))]
@@ -87,6 +107,8 @@ def linear_algebra(draw: Draw, name: str) -> Call:
         ]
 
     text = f"{lower=}, {transposed=}, {unit_diagonal=}" if "triangular" in name else ""
+    if draw.of_tests:
+        text = f"{lower=}, {transposed=}, {unit_diagonal=}, {left_side=}, {has_nan=}"
     return Call(f"linalg.{name}", text, operands, call, errors, is_plain=False)
 
 
@@ -114,7 +136,7 @@ def decompositions(draw: Draw, name: str) -> Call:
     if draw.only is None:
         powers = np.zeros(columns), np.linspace(0, -5, columns), np.full(columns, 12)
         scale, rank = 10.0 ** draw.one(*powers), draw.one(None, None, 0, 1)
-    else:  # JAX has derivatives of these factors alone.
+    elif name == "qr":  # Derivatives of wide matrices' factors are newer than the oldest JAX.
         rows = max(rows, columns)
     operand = draw.operand((*batch, rows, columns), dtype)
     share = 12 * max(rows, columns) * UNIT_ROUNDOFF[dtype]

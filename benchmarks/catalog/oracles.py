@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,16 +174,22 @@ def _segment_reduce(
     gather: Any,
     reduction: str,
 ) -> Any:
-    rows = (x if index is None else x[index] for x, index in zip(arrays, gather, strict=True))
+    rows = (
+        x if index is None else x.at[index].get(mode="fill", fill_value=0)
+        for x, index in zip(arrays, gather, strict=True)
+    )  # fmt: skip
     return getattr(ORACLES, f"segment_{reduction}")(function(*rows), segment_ids, num_segments)
 
 
-def _segment_extreme(reduce: Any, neutral: float) -> Any:
+def _segment_extreme(reduce: Any, bound: str) -> Any:
     """Reduce by masks: cotangents of JAX's own are infinite where a segment is empty."""
 
     def reduced(
         x: Any, ids: Any, count: int, *, indices_are_sorted: bool = False, mode: Any = None
     ) -> Any:
+        is_whole = jnp.issubdtype(x.dtype, jnp.integer)
+        limits = jnp.iinfo(x.dtype) if is_whole else SimpleNamespace(min=-np.inf, max=np.inf)
+        neutral = np.asarray(getattr(limits, bound), x.dtype)
         own = jnp.clip(ids, 0, count - 1) if mode == "clip" else jnp.asarray(ids)
         belongs = own[:, None, None] == jnp.arange(count)[:, None]
         return reduce(jnp.where(belongs, x[:, None], neutral), 0, initial=neutral)
@@ -191,8 +197,8 @@ def _segment_extreme(reduce: Any, neutral: float) -> Any:
     return reduced
 
 
-def _scatter_add(x: Any, index: Any, updates: Any) -> Any:
-    return x.at[index].add(updates)
+def _scatter_add(x: Any, index: Any, updates: Any, *, mode: Any = None) -> Any:
+    return x.at[index].add(updates, mode=mode)
 
 
 def _sort_by_key(keys: Any, *values: Any, num_keys: int) -> Any:
@@ -221,14 +227,29 @@ def _row_quantize(y: Any) -> Any:
     return _quantize(y)
 
 
-def _scaled_matmul(lhs: Any, rhs: Any, lhs_scales: Any, rhs_scales: Any) -> Any:
+def of_blocks(scales: Any, shape: Sequence[int]) -> Any:
+    """Return the scale of each element, of scales of blocks of 128 or of whole dimensions."""
+    for axis in (-2, -1):
+        if scales.shape[axis] not in (1, shape[axis]):
+            index = np.arange(shape[axis]) // 128
+            scales = jnp.take(scales, index, axis)
+    return scales
+
+
+def _scaled_matmul(
+    lhs: Any, rhs: Any, lhs_scales: Any, rhs_scales: Any, *, epilogue: Any = None,
+    operands: Any = (),
+) -> Any:  # fmt: skip
     wide = lhs_scales.dtype
-    return (lhs.astype(wide) * lhs_scales) @ (rhs.astype(wide) * rhs_scales).mT
+    rows = lhs.astype(wide) * of_blocks(lhs_scales, lhs.shape)
+    columns = rhs.astype(wide) * of_blocks(rhs_scales, rhs.shape)
+    return _with_epilogue(rows @ columns.mT, epilogue, operands)
 
 
 def _scaled_ragged_dot(lhs: Any, rhs: Any, sizes: Any, lhs_scales: Any, rhs_scales: Any) -> Any:
     wide = lhs_scales.dtype
-    rows, matrices = lhs.astype(wide) * lhs_scales, rhs.astype(wide) * rhs_scales
+    rows = lhs.astype(wide) * of_blocks(lhs_scales, lhs.shape)
+    matrices = rhs.astype(wide) * of_blocks(rhs_scales, rhs.shape)
     return _masked_products(rows, matrices.mT, sizes)
 
 
@@ -277,8 +298,8 @@ ORACLES = SimpleNamespace(
         "scaled_matmul": _scaled_matmul,
         "scaled_ragged_dot": _scaled_ragged_dot,
         "scatter_add": _scatter_add,
-        "segment_max": _segment_extreme(jnp.max, -np.inf),
-        "segment_min": _segment_extreme(jnp.min, np.inf),
+        "segment_max": _segment_extreme(jnp.max, "min"),
+        "segment_min": _segment_extreme(jnp.min, "max"),
         "segment_mean": _segment_mean,
         "segment_reduce": _segment_reduce,
         "sort_by_key": _sort_by_key,

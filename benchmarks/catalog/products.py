@@ -145,7 +145,7 @@ def dot_general(draw: Draw, name: str) -> Call:
 def einsum_of_two(draw: Draw, name: str) -> Call:
     """Draw any subscripts of two operands."""
     lhs, rhs, (contracted, _) = contraction_labels(draw)
-    out = draw.shuffled({x for x in lhs + rhs if x not in contracted})
+    out = draw.shuffled([x for x in dict.fromkeys(lhs + rhs) if x not in contracted])
     subscripts = f"{lhs},{rhs}->{out}"
     operands = draw.operands(subscripts, draw.sizes(set(lhs + rhs)))
     options = draw.options(operands)

@@ -18,6 +18,7 @@ from benchmarks.catalog.bounds import (
 )
 from benchmarks.catalog.call import Call, Operand, describe
 from benchmarks.catalog.draw import Draw
+from benchmarks.catalog.oracles import of_blocks
 
 # A rounding to an 8-bit float with a scale errs by a share of the number, or of the largest one.
 _ROUNDING, _LEAST = UNIT_ROUNDOFF[F8E4] * (1 + 2.0**-16), 2.0**-10 / 448
@@ -69,63 +70,103 @@ def row_quantize(draw: Draw, name: str) -> Call:
     )
 
 
+def _scales(draw, rows, k):
+    """Return the shape of scales: of each row or of 128, and of each 128 of k or of all."""
+    return draw.one(rows, rows, -(-rows // 128)), draw.one(-(-k // 128), -(-k // 128), 1)
+
+
 def scaled_product(draw: Draw, name: str) -> Call:
-    """Draw a product, or one for each group of rows, with a scale of each row."""
+    """Draw a product, or one for each group of rows, with scales of blocks."""
     sizes = {label: max(1, min(128, size)) for label, size in draw.sizes("mkn").items()}
     m, k, n = (sizes[label] for label in "mkn")
     groups = draw.one(1, 3)
-    batch = (groups,) if name == "scaled_ragged_dot" else ()
+    has_groups, has_epilogue = name == "scaled_ragged_dot", name.endswith("epilogue")
+    batch = (groups,) if has_groups else ()
+    of_lhs, of_rhs, of_batch = (m, 1), (n, 1), ()
+    if draw.of_tests:
+        k += draw.one(0, 128, 200)
+        of_lhs, of_rhs = _scales(draw, m, k), _scales(draw, n, k)
+        if not has_groups:
+            of_batch, batch = draw.one(((), ()), ((2,), ()), ((), (2,)), ((2,), (2,)))
     bounds = np.sort(draw.rng.integers(0, m + 1, groups))
     counts = np.diff(bounds, prepend=0).astype(np.int32)
     operands: tuple[Operand, ...] = (
-        draw.operand((m, k), F8E4),
+        draw.operand((*of_batch, m, k), F8E4),
         draw.operand((*batch, n, k), F8E4),
-        draw.operand((m, 1), F32),
-        draw.operand((*batch, n, 1), F32),
+        draw.operand((*of_batch, *of_lhs), F32),
+        draw.operand((*batch, *of_rhs), F32),
     )
 
-    if batch:
+    if has_groups:
         operands += (draw.given(counts),)
+    if has_epilogue:
+        operands += (draw.operand(draw.one((n,), (m, 1), (m, n)), F32),)
 
-    def call(m, x, w, x_scales, w_scales, *sizes):
-        if batch:
-            return m.scaled_ragged_dot(x, w, *sizes, x_scales, w_scales)
-        return m.scaled_matmul(x, w, x_scales, w_scales)
+    def plus_tanh(y, b):
+        return y + jnp.tanh(b * y)
 
-    def errors(result, x, w, x_scales, w_scales, *_):
-        x, w = wide(x) * wide(x_scales), wide(w) * wide(w_scales)
-        if batch:
+    def call(m, x, w, x_scales, w_scales, *others):
+        if has_groups:
+            return m.scaled_ragged_dot(x, w, *others, x_scales, w_scales)
+        options = {"epilogue": plus_tanh, "operands": others} if has_epilogue else {}
+        return m.scaled_matmul(x, w, x_scales, w_scales, **options)
+
+    def errors(result, x, w, x_scales, w_scales, *others):
+        x, w = (
+            wide(x) * np.asarray(of_blocks(wide(scales), x.shape))
+            for x, scales in ((x, x_scales), (w, w_scales))
+        )
+        if has_groups:
             of_row = np.searchsorted(bounds, np.arange(m), side="right")
             masks = of_row == np.arange(groups)[:, None]
             value, magnitude, _ = einsum("gmk,gnk->mn", masks[..., None] * x, w)
         else:
-            value, magnitude, _ = einsum("mk,nk->mn", x, w)
-        share = (k + 4) * 2.0**-24 + operand_rounding([F8E4] * 2, None)
-        return [compared(result, value, share * magnitude)]
+            value, magnitude = x @ w.mT, np.abs(x) @ np.abs(w).mT
+        slack = ((k + 4) * 2.0**-24 + operand_rounding([F8E4] * 2, None)) * magnitude
+        if has_epilogue:
+            b = wide(others[0])
+            slack = (slack + 2.0**-22 * np.abs(value)) * (1 + np.abs(b)) + 2.0**-20
+            value = value + np.tanh(b * value)
+        return [compared(result, value, slack)]
 
-    return Call(name, f"{counts.tolist()}" if batch else "", operands, call, errors, is_plain=False)
+    text = f"{counts.tolist()}" if has_groups else ""
+    return Call(name, text, operands, call, errors, is_plain=False)
+
+
+# Batches, several contracted dimensions, other orders, and vectors.
+_DIMENSIONS = (
+    "mk,kn->mn", "amk,kn->amn", "mk,nk->mn", "km,nk->mn", "bmk,bkn->bmn", "amkl,kln->amn",
+    "bmak,akbn->bmn", "k,kn->n", "mk,k->m",
+)  # fmt: skip
 
 
 def fp8_dot_general(draw: Draw, name: str) -> Call:
     """Draw a product of which both operands are quantised."""
     dtype = draw.type(F32, BF16, F16)
-    operands = draw.operands("mk,kn->mn", draw.sizes("mkn"), [dtype] * 2)
-    dimensions = (((1,), (0,)), ((), ()))
+    subscripts = draw.one(*_DIMENSIONS) if draw.of_tests else "mk,kn->mn"
+    lhs, rhs = subscripts.partition("->")[0].split(",")
+    operands = draw.operands(subscripts, draw.sizes(set(lhs + rhs)), [dtype] * 2)
+    out = subscripts.partition("->")[2]
+    shared = [label for label in lhs if label in rhs]
+    dimensions = tuple(
+        tuple([labels.index(x) for x in shared if (x in out) == is_batch] for labels in (lhs, rhs))
+        for is_batch in (False, True)
+    )
 
     def errors(result, x, w):
         x, w = wide(x), wide(w)
         # The scale of a block of weights is that of its largest number.
         of_x = _ROUNDING * np.abs(x) + 2 * _LEAST * np.abs(x).max(initial=0)
         of_w = _ROUNDING * np.abs(w) + 2 * _LEAST * np.abs(w).max(initial=0)
-        slack = of_x @ np.abs(w) + (np.abs(x) + of_x) @ of_w
-        slack += (x.shape[1] + 4) * (2.0**-24 + operand_rounding([F8E4] * 2, None)) * (
-            np.abs(x) @ np.abs(w)
-        )  # fmt: skip
-        return [compared(result, x @ w, slack)]
+        value, magnitude, terms = einsum(subscripts, x, w)
+        slack = np.einsum(subscripts, of_x, np.abs(w))
+        slack += np.einsum(subscripts, np.abs(x) + of_x, of_w)
+        slack += (terms + 4) * (2.0**-24 + operand_rounding([F8E4] * 2, None)) * magnitude
+        return [compared(result, value, slack)]
 
     return Call(
         name,
-        "",
+        subscripts if draw.of_tests else "",
         operands,
         lambda m, x, w: m.fp8_dot_general(x, w, dimensions),
         errors,
@@ -136,6 +177,6 @@ def fp8_dot_general(draw: Draw, name: str) -> Call:
 DESCRIPTIONS = [
     *describe(quantize, "quantize", derivatives=0, tolerance=0.07),
     *describe(row_quantize, "row_quantize", derivatives=0, tolerance=0.07),
-    *describe(scaled_product, "scaled_matmul", "scaled_ragged_dot"),
+    *describe(scaled_product, "scaled_matmul", "scaled_matmul, epilogue", "scaled_ragged_dot"),
     *describe(fp8_dot_general, "fp8_dot_general", derivatives=1, tolerance=0.3),
 ]

@@ -15,30 +15,44 @@ from benchmarks.catalog.bounds import (
     UNIT_ROUNDOFF,
     compared,
     einsum,
+    is_float,
     unit,
     wide,
 )
 from benchmarks.catalog.call import Call, describe
 from benchmarks.catalog.draw import Draw
 
+# Types of indices and of whole numbers.
+_INTEGERS = tuple(np.dtype(x) for x in ("int8", "uint8", "int16", "uint16", "int32", "uint32"))
+_MODES = None, "drop", "clip", "fill", "promise_in_bounds"
+_UFUNCS = {"max": np.maximum, "min": np.minimum, "prod": np.multiply}
+
 
 def segments(draw: Draw, name: str) -> Call:
     """Draw reductions of rows to segments, of which some are empty and one has many edges."""
     edges, count, columns = draw.size(), draw.size(), max(1, draw.size(20))
-    dtype = draw.type(F32, BF16, F16, F64)
+    if draw.of_tests and draw.only is None:  # Of many edges threads have a part each.
+        edges, count = edges * draw.one(1, 1, 30), count * draw.one(1, 1, 30)
     has_plan = name == "segment_plan"
+    whole = _INTEGERS if draw.of_tests and name != "segment_mean" else ()
+    dtype = draw.type(F32, BF16, F16, F64, *whole)
     name = "segment_sum" if has_plan else name
-    ids = draw.rng.integers(-2, count + 2, edges).astype(draw.one("int8", "int16", "int32"))
+    reduction = name.removeprefix("segment_")
+    ids = draw.rng.integers(-2, count + 2, edges)
+    types = _INTEGERS if draw.of_tests else tuple(map(np.dtype, ("int8", "int16", "int32")))
+    ids = ids.astype(draw.one(*types))
     middle = min(count // 2, np.iinfo(ids.dtype).max)
-    ids = np.where(draw.rng.random(edges) < draw.one(0.0, 0.5, 1.0), middle, ids)
-    is_sorted, mode = draw.chance(0.3), draw.one(None, "clip")
+    ids = np.where(draw.rng.random(edges) < draw.one(0.0, 0.5, 1.0), middle, ids).astype(ids.dtype)
+    is_sorted, mode = draw.chance(0.3), draw.one(*(_MODES if draw.of_tests else (None, "clip")))
     has_plan = has_plan or draw.chance(0.4)
+    if mode == "promise_in_bounds":
+        ids = np.clip(ids, 0, max(0, count - 1)).astype(ids.dtype)
+        mode = mode if count else None
     ids = np.sort(ids) if is_sorted else ids
     (rows,) = draw.operands("ec->", {"e": edges, "c": columns}, [dtype])
-    own = np.clip(ids, 0, count - 1) if mode == "clip" and count else ids
-
-    def belong():
-        return own[:, None] == np.arange(count)
+    own = ids.astype(np.int64)
+    own = np.clip(own, 0, count - 1) if mode == "clip" and count else own
+    inside = (own >= 0) & (own < count)
 
     # What ascends is the same for all elements of a batch.
     operands = (rows,) if is_sorted else (rows, draw.given(ids))
@@ -49,28 +63,33 @@ def segments(draw: Draw, name: str) -> Call:
             return getattr(m, name)(x, plan)
         return getattr(m, name)(x, ids, count, indices_are_sorted=is_sorted, mode=mode)
 
+    def reduced(x, start=0):
+        result = np.full((count, columns), start, x.dtype)
+        _UFUNCS.get(reduction, np.add).at(result, own[inside], x[inside])
+        return result
+
+    lowest, highest = (
+        (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else (-np.inf, np.inf)
+    )
+    starts = {"max": lowest, "min": highest, "prod": 1}
+
     def errors(result, x, _=None):
-        belongs = belong()
-        if name in ("segment_max", "segment_min"):
-            neutral = -np.inf if name == "segment_max" else np.inf
-            reduce = np.max if name == "segment_max" else np.min
-            each = np.where(belongs[..., None], wide(x)[:, None], neutral)
-            return [compared(result, reduce(each, 0, initial=neutral), 0)]
-        if name == "segment_prod":
-            factors = np.where(belongs[..., None], wide(x)[:, None], 1)
-            value = factors.prod(0)
+        value = reduced(wide(x), starts.get(reduction, 0))
+        if dtype.kind in "iu" or reduction in ("max", "min"):
+            return [compared(result, value, 0)]
+        if reduction == "prod":
             # A part of the product may underflow, and the other factors are larger than 1.
-            lost = 2.0**-126 * np.maximum(np.abs(factors), 1).prod(0)
+            lost = 2.0**-126 * reduced(np.maximum(np.abs(wide(x)), 1), 1)
             slack = 2 * (edges + 1) * (unit(dtype) * np.abs(value) + lost)
             return [compared(result, value, slack)]
-        value, magnitude, _ = einsum("es,ec->sc", belongs.astype(float), wide(x))
-        count_of_each = np.maximum(belongs.sum(0), 1)[:, None] if name == "segment_mean" else 1
-        slack = (edges + 2) * unit(dtype) * magnitude / count_of_each
-        return [compared(result, value / count_of_each, slack)]
+        counts = np.bincount(own[inside], minlength=count)
+        counts = np.maximum(counts, 1)[:, None] if reduction == "mean" else 1
+        slack = (edges + 2) * unit(dtype) * reduced(np.abs(wide(x))) / counts
+        return [compared(result, value / counts, slack)]
 
     def cotangent_errors(cotangents, cotangent, *_):
-        value, _, _ = einsum("es,sc->ec", belong().astype(float), wide(cotangent))
-        return [compared(cotangents[0], value, 0)]
+        each = np.concatenate([wide(cotangent), np.zeros((1, columns))])
+        return [compared(cotangents[0], each[np.where(inside, own, count)], 0)]
 
     return Call(
         name,
@@ -78,7 +97,7 @@ def segments(draw: Draw, name: str) -> Call:
         operands,
         call,
         errors,
-        cotangent_errors if name == "segment_sum" else None,
+        cotangent_errors if name == "segment_sum" and dtype.kind not in "iu" else None,
         is_plain=False,
     )
 
@@ -87,15 +106,25 @@ def rows_of_table(draw: Draw, name: str) -> Call:
     """Draw ``take`` or ``scatter_add``, of which each is the derivative of the other."""
     edges, rows, columns = draw.size(), max(1, draw.size()), max(1, draw.size(20))
     dtype = draw.type(F32, BF16, F16, F64)
-    index = draw.rng.integers(-rows, rows, edges).astype(np.int32)
+    index, mode = draw.rng.integers(-rows, rows, edges).astype(np.int32), None
+    if draw.of_tests:
+        index = draw.rng.integers(-rows - 3, rows + 3, edges).astype(np.int32)
+        mode = draw.one(None, "clip", *(("wrap", "fill") if name == "take" else ("drop",)))
     (table,) = draw.operands("rc->", {"r": rows, "c": columns}, [dtype])
     (updates,) = draw.operands("ec->", {"e": edges, "c": columns}, [dtype])
+    # The row after the last one is none.
+    own = np.where((index >= -rows) & (index < rows), index % rows, rows)
+    if mode == "clip":  # Indices of ``at`` count from the last row first.
+        own = np.clip(index + rows * ((index < 0) & (name != "take")), 0, rows - 1)
+    elif mode == "wrap":
+        own = index % rows
 
-    def taken(result, x, _=None):
-        return [compared(result, wide(x)[index % rows], 0)]
+    def taken(result, x, outside):
+        each = np.concatenate([wide(x), np.full((1, columns), outside)])
+        return [compared(result, each[own], 0)]
 
     def sums(result, x, start):
-        picks = (index % rows)[:, None] == np.arange(rows)
+        picks = own[:, None] == np.arange(rows)
         value, magnitude, _ = einsum("er,ec->rc", picks.astype(float), wide(x))
         slack = (edges + 1) * unit(dtype) * (magnitude + np.abs(start))
         return [compared(result, value + start, slack)]
@@ -103,20 +132,20 @@ def rows_of_table(draw: Draw, name: str) -> Call:
     if name == "take":
         return Call(
             name,
-            f"{index[:20].tolist()}",
+            f"{index[:20].tolist()}" + (f", {mode=}" if mode else ""),
             (table, draw.given(index)),
-            lambda m, x, index: m.take(x, index, axis=0),
-            taken,
+            lambda m, x, index: m.take(x, index, axis=0, mode=mode),
+            lambda result, x, _: taken(result, x, np.nan),
             lambda cts, ct, x, _: sums(cts[0], ct, np.zeros(x.shape)),
             is_plain=False,
         )
     return Call(
         name,
-        f"{index[:20].tolist()}",
+        f"{index[:20].tolist()}" + (f", {mode=}" if mode else ""),
         (table, updates, draw.given(index)),
-        lambda m, x, y, index: m.scatter_add(x, index, y),
+        lambda m, x, y, index: m.scatter_add(x, index, y, mode=mode),
         lambda result, x, y, _: sums(result, y, wide(x)),
-        lambda cts, ct, *_: [compared(cts[0], wide(ct), 0), *taken(cts[1], ct)],
+        lambda cts, ct, *_: [compared(cts[0], wide(ct), 0), *taken(cts[1], ct, 0)],
         is_plain=False,
     )
 
@@ -127,6 +156,8 @@ def messages(draw: Draw, name: str) -> Call:
     dtype, reduction = draw.type(F32, BF16, F16, F64), draw.one("sum", "sum", "max")
     ids = draw.rng.integers(-1, count + 1, edges).astype(np.int32)
     source = draw.rng.integers(0, nodes, edges).astype(np.int32)
+    if draw.of_tests:  # Negative ones count from the last row, and others read zeros.
+        source = draw.rng.integers(-nodes - 2, nodes + 2, edges).astype(np.int32)
     operands = (
         draw.operand((nodes, columns), dtype),
         draw.operand((edges, 1), dtype),
@@ -136,7 +167,9 @@ def messages(draw: Draw, name: str) -> Call:
 
     def errors(result, x, w, *_):
         belongs = ids[:, None] == np.arange(count)
-        each = np.tanh(wide(x)[source]) * wide(w)
+        rows = np.concatenate([wide(x), np.zeros((1, columns))])
+        inside = (source >= -nodes) & (source < nodes)
+        each = np.tanh(rows[np.where(inside, source % nodes, nodes)]) * wide(w)
         slack = 8 * UNIT_ROUNDOFF[dtype] * np.abs(each)
         if reduction == "max":
             value = np.where(belongs[..., None], each[:, None], -np.inf).max(0, initial=-np.inf)
@@ -172,13 +205,14 @@ def orders(draw: Draw, name: str) -> Call:
     axis = axis if k <= operand.shape[axis] else -1
 
     def errors(result, x):
-        order = np.argsort(-wide(x), axis, kind="stable").take(range(k), axis)
+        is_nan = np.isnan(wide(x)) if is_float(dtype) else np.zeros(x.shape, bool)
+        # NaN comes first.
+        order = np.lexsort((-wide(x), ~is_nan), axis).take(range(k), axis)
         values = np.take_along_axis(wide(x), order, axis)
         return [compared(result[0], values, 0), compared(result[1], order, 0)]
 
     return Call(
         name, f"{k}, {axis=}", (operand,), lambda m, x: m.top_k(x, k, axis=axis), errors,
-        is_plain=False,
     )  # fmt: skip
 
 

@@ -10,23 +10,24 @@ import concurrent.futures
 import dataclasses
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Literal
 
 import jax
 import numpy as np
 from gpu_matmul import TYPES
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from candidate_calls import jitted
 
 import jax_tilekern as jtk
-from jax_tilekern.interop import ffi
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
-from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import NoKernel
 
 # The batch size for each kind of bounds below.
 BATCH = 3
@@ -168,17 +169,6 @@ def choices() -> list[tuple[Call, Candidate]]:
     return chosen
 
 
-def run(call: Call, plan: LaunchPlan, *arrays: np.ndarray) -> np.ndarray:
-    """Return what a plan's kernel makes of operands and bounds."""
-    primitive = Primitive(f"ragged_product_{call.arithmetic}")
-    out = jax.core.ShapedArray(out_shape(call), np.dtype(TYPES[call.arithmetic][2]))
-    primitive.def_abstract_eval(lambda *_: out)
-    mlir.register_lowering(
-        primitive, lambda ctx, *xs: ffi.cuda_launch(ctx, xs, plan), platform="cuda"
-    )
-    return np.asarray(jax.jit(primitive.bind)(*arrays)).astype(np.float64)
-
-
 def check_products(arithmetics: list[str]) -> int:
     """Run every product; return how many were wrong."""
     gpu = current_gpu()
@@ -190,7 +180,9 @@ def check_products(arithmetics: list[str]) -> int:
     for (call, candidate), plan in zip(work, plans, strict=True):
         for bounds in kinds_of_bounds(call):
             expected, lhs, rhs = expected_and_operands(call, bounds)
-            got = run(call, plan, lhs, rhs, bounds)
+            dtype = np.dtype(TYPES[call.arithmetic][2])
+            result = jitted(plan, out_shape(call), dtype)(lhs, rhs, bounds)
+            got = np.asarray(result).astype(np.float64)
             # bfloat16 results beyond 256 are rounded.
             if not np.allclose(got, expected, rtol=2.0**-8, atol=0):
                 wrong.append(f"{call} by {candidate.key}")

@@ -6,16 +6,17 @@ See ``.ci/sanitize``.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
-from jax_tilekern.interop import ffi
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from candidate_calls import jitted
+
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.reduction.passes import reduction_candidate
 from jax_tilekern.plans.reduction.problem import Reduction, SummedDims
 from jax_tilekern.plans.reduction.select import sum_candidate
@@ -25,16 +26,6 @@ DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]
 SUMS = [((200, 640), (0,)), ((199, 321), (0,)), ((5, 300, 96), (1,)), ((65, 1003), (1,))]
 # Lines, elements of each, and whether the elements rather than the lines are neighbours.
 PRODUCTS = [(65, 1024, True), (7, 20_003, True), (96, 1000, False), (33, 2001, False)]
-
-
-def run(plan: LaunchPlan, out: jax.core.ShapedArray, *operands: np.ndarray) -> np.ndarray:
-    """Return what a plan's kernels make of the operands."""
-    primitive = Primitive("planned_reduction")
-    primitive.def_abstract_eval(lambda *_: out)
-    mlir.register_lowering(
-        primitive, lambda ctx, *xs: ffi.cuda_launch(ctx, xs, plan), platform="cuda"
-    )
-    return np.asarray(jax.jit(primitive.bind)(*operands))
 
 
 def check_reductions() -> int:
@@ -48,7 +39,7 @@ def check_reductions() -> int:
             expected = x.astype(np.float64).sum(axes)
             found = sum_candidate(SummedDims.of(shape, axes), dtype, total, gpu)
             assert not isinstance(found, NoKernel), found
-            out = run(found.plan(gpu), jax.core.ShapedArray(expected.shape, total), x)
+            out = np.asarray(jitted(found.plan(gpu), expected.shape, total)(x))
             kinds += 1
             if not np.array_equal(out, expected):
                 wrong.append(f"{dtype} {shape} over {axes}")
@@ -62,8 +53,7 @@ def check_reductions() -> int:
             reduction = Reduction((), lines, k, strides, (1,), (1,), dtype, total, total)
             candidate = reduction_candidate(reduction, gpu, "vector_product")
             assert candidate is not None
-            result = jax.core.ShapedArray((lines,), total)
-            out = run(candidate.plan(gpu), result, matrix, vector)
+            out = np.asarray(jitted(candidate.plan(gpu), (lines,), total)(matrix, vector))
             kinds += 1
             if not np.array_equal(out, expected):
                 wrong.append(f"{dtype} {lines} x {k}")

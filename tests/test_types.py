@@ -1,4 +1,4 @@
-"""Products of every pair of types, in either order, have the values that JAX's have."""
+"""Types of results, products of mixed types, and float0."""
 
 import functools
 import itertools
@@ -14,6 +14,167 @@ from numerics import BF16, F8E4, F8E5, assert_close, exact, on_gpu
 from sharded import bytes_sent
 
 import jax_tilekern as jtk
+from jax_tilekern.interop.result_types import evaluated_at_any_size, product_type
+
+TYPES = ("float32", "bfloat16", "int8", "int32", "complex64", "bool")
+
+
+def drawn_operands(rng, labels):
+    sizes = {label: int(rng.choice([0, 1, 2, 6, 30, 31])) for label in "abmkn"}
+    return [jnp.zeros([sizes[x] for x in own], rng.choice(TYPES)) for own in labels.split(",")]
+
+
+@pytest.mark.parametrize(
+    ("function", "labels", "options"),
+    [
+        (jnp.matmul, "abmk,akn", {"precision": "highest"}),
+        (jnp.matmul, "k,kn", {"preferred_element_type": jnp.float32}),
+        (jnp.dot, "amk,bkn", {}),
+        (jnp.vdot, "mk,km", {}),
+        (lax.dot_general, "amk,ank", {"dimension_numbers": (((2,), (2,)), ((0,), (0,)))}),
+    ],
+)
+def test_types_and_errors_are_those_at_the_operands_own_sizes(rng, function, labels, options):
+    def outcome(type_of, operands):
+        try:
+            return type_of(*operands)
+        except (TypeError, ValueError) as error:
+            return type(error), str(error)
+
+    def of_own_sizes(*operands):
+        return jax.make_jaxpr(functools.partial(function, **options))(*operands).out_avals[0]
+
+    def of_any_size(*operands):
+        return product_type(function, *operands, **options)
+
+    for _ in range(12):
+        operands = drawn_operands(rng, labels)
+        assert outcome(of_any_size, operands) == outcome(of_own_sizes, operands)
+
+
+def test_sizes_whose_products_alone_are_equal_are_not_taken_for_each_other():
+    found = product_type(jnp.vdot, jnp.ones((4, 9)), jnp.ones((6, 6)))
+    assert found.shape == ()
+    with pytest.raises(TypeError):
+        product_type(jnp.vdot, jnp.ones((4, 9)), jnp.ones((6, 5)))
+
+
+def test_a_function_is_traced_once_for_all_sizes():
+    traced = []
+
+    def evaluate(avals):
+        traced.append(avals)
+        return [avals[0].update(shape=avals[0].shape[::-1])]
+
+    known = {}
+    for shape in ((7, 9), (100, 3), (5, 5), (1, 4)):
+        aval = jax.typeof(np.zeros(shape, np.float32))
+        (found,) = evaluated_at_any_size(
+            lambda avals: known.setdefault(avals, None) or known.update({avals: evaluate(avals)})
+            or known[avals], [aval],
+        )  # fmt: skip
+        assert found.shape == shape[::-1]
+    assert [x.shape for (x,) in traced] == [(2, 3), (2, 2), (1, 2)]
+
+
+def test_the_number_of_groups_is_no_size_of_an_operand(rng, highest_precision):
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((6, 4), (3, 4, 5)))
+    sizes = np.array([1, 2, 3], np.int32)
+    gradient = jax.grad(lambda w: jtk.ragged_dot(x, w, sizes).sum())(w)
+    wanted = jax.grad(lambda w: lax.ragged_dot(x, w, sizes).sum())(w)
+    np.testing.assert_allclose(gradient, wanted, 1e-5)
+
+
+FLOAT0 = jax.dtypes.float0
+ROWS_OF_GROUPS = np.array([1, 2], np.int32)
+
+
+def of_lax(module):
+    return lax if module is jnp else jtk
+
+
+# A function of a module, jax.numpy or ours, and the shapes of its operands.
+CALLS = {
+    "transpose": (lambda m: m.transpose, [(2, 3)]),
+    "transpose with axes": (lambda m: lambda x: m.transpose(x, (1, 0)), [(2, 3)]),
+    "transpose without a permutation": (lambda m: lambda x: m.transpose(x, (1, 1)), [(2, 3)]),
+    "sum": (lambda m: lambda x: m.sum(x, 0), [(2, 3)]),
+    "add": (lambda m: m.add, [(2, 3), (2, 3)]),
+    "matmul": (lambda m: m.matmul, [(2, 3), (3, 2)]),
+    "matvec": (lambda m: m.matvec, [(2, 3), (3,)]),
+    "vecmat": (lambda m: m.vecmat, [(2,), (2, 3)]),
+    "dot": (lambda m: m.dot, [(3,), (3,)]),
+    "vdot": (lambda m: m.vdot, [(3,), (3,)]),
+    "einsum": (lambda m: lambda x, y: m.einsum("ij,jk->ki", x, y), [(2, 3), (3, 2)]),
+    "tensordot": (lambda m: m.tensordot, [(2, 3), (2, 3)]),
+    "inner": (lambda m: m.inner, [(2, 3), (2, 3)]),
+    "vecdot": (lambda m: m.vecdot, [(2, 3), (2, 3)]),
+    "ragged_dot": (
+        lambda m: lambda x, w: of_lax(m).ragged_dot(x, w, ROWS_OF_GROUPS),
+        [(3, 4), (2, 4, 5)],
+    ),
+    "inv": (lambda m: m.linalg.inv, [(3, 3)]),
+    "det": (lambda m: m.linalg.det, [(3, 3)]),
+    "cholesky": (lambda m: m.linalg.cholesky, [(3, 3)]),
+    "solve": (lambda m: m.linalg.solve, [(3, 3), (3, 3)]),
+}
+
+
+def outcome(function, *args):
+    """The types of the results, or that of the exception."""
+    try:
+        return jax.tree.map(lambda x: (x.dtype, x.shape), function(*args))
+    except Exception as error:
+        return type(error)
+
+
+def tangent(x):
+    return np.zeros(x.shape, FLOAT0) if np.issubdtype(x.dtype, np.integer) else np.ones_like(x)
+
+
+def jvp(f, *args):
+    return jax.jvp(f, args, tuple(map(tangent, args)))
+
+
+def vjp(f, *args):
+    result, pullback = jax.vjp(f, *args)
+    return pullback(tangent(result))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_float0_operands(name):
+    make, shapes = CALLS[name]
+    args = [np.zeros(shape, FLOAT0) for shape in shapes]
+    assert outcome(make(jtk), *args) == outcome(make(jnp), *args)
+
+
+@pytest.mark.parametrize("derivative", [jvp, vjp])
+@pytest.mark.parametrize("kinds", ["integers", "an integer and a float"])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.one_in(9)
+def test_derivatives_in_integers(name, kinds, derivative):
+    make, shapes = CALLS[name]
+    args = [
+        np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+        + np.eye(*shape[-2:], dtype=np.int32)
+        for shape in shapes
+    ]
+    if kinds != "integers":
+        args[-1] = args[-1].astype(np.float32)
+    wanted = outcome(derivative, make(jnp), *args)
+    assert outcome(derivative, make(jtk), *args) == wanted
+    assert "permutation" in name or isinstance(wanted, tuple)
+
+
+def test_a_transpose_of_float0_under_transformations():
+    x = np.zeros((4, 2, 3), FLOAT0)
+    for f in (jax.vmap(jtk.transpose), jax.jit(jax.vmap(jtk.transpose))):
+        assert outcome(f, x) == (FLOAT0, (4, 3, 2))
+    with jtk.gpu_target("sm_90"):
+        (choice,) = jtk.explain(jtk.transpose, x, platform="cuda")
+    assert choice.kernel is None
+    assert "float0" in choice.reason
+
 
 FLOATS = (np.float32, BF16, np.float16, F8E4, F8E5, jnp.float8_e3m4)
 INTEGERS = (np.int32, np.uint32, np.int16, np.uint16, np.int8, np.uint8, jnp.int4, jnp.uint4, bool)
