@@ -90,15 +90,16 @@ FAULTS = [
      "(jnp.zeros_like(sign), -trace)", "jvp", "linalg.slogdet"),
     ("ops/linalg/functions.py", ".at[..., -1].set(others)",
      ".at[..., -1].set(determinant)", "jvp", "linalg.det"),
-    ("ops/segments/keys.py", "if clip and segments:", "if False:", "eager", "segment_mean", 1),
+    ("ops/segments/keys.py", "if clip and segments:", "if False:", "eager", "segment_mean"),
     ("ops/segments/keys.py", "jnp.where(numbers < 0, numbers + rows, numbers)", "numbers",
      "eager", "segment_reduce"),
     ("ops/segments/take.py", "indices = indices % rows", "pass", "eager", "take", 1),
-    ("ops/segments/take.py", "elif mode != \"clip\":", "elif False:", "eager", "take"),
+    ("ops/segments/take.py", "mode=\"clip\" if mode == \"clip\" else \"drop\"",
+     "mode=\"drop\"", "eager", "take"),
     ("ops/linalg/functions.py", "return factor.mT if upper else factor", "return factor",
      "eager", "linalg.cholesky", 1),
     ("ops/linalg/functions.py", "transpose=transpose_a,", "transpose=False,",
-     "eager", "linalg.triangular_solve", 1),
+     "eager", "linalg.triangular_solve"),
     ("ops/products/scaled_product.py", "linear_in = ((2,), (3,))", "linear_in = ((2,),)",
      "jvp", "scaled_matmul, epilogue"),
     ("ops/quantisation/quantize.py", "jnp.expand_dims(scales, axis + 1), (*leading",
@@ -106,15 +107,16 @@ FAULTS = [
     ("ops/products/fp8_dot_general.py", "moved = jnp.transpose(x, (*batch, *parts[0], *parts[1]))",
      "moved = x", "eager", "fp8_dot_general"),
     ("ops/products/fp8_dot_general.py", "_Copies(transposed, last) if first else",
-     "_Copies(last, transposed) if first else", "vjp", "fp8_dot_general"),
+     "_Copies(last, transposed) if first else", "vjp", "fp8_dot_general", 1),
     ("ops/products/groups.py", "jnp.clip(bounds - shard.start(ragged), 0",
-     "jnp.clip(bounds, 0", "sharded values", "ragged_dot"),
+     "jnp.clip(bounds, 0", "sharded values", "ragged_dot, epilogue"),
     ("ops/products/groups.py", "jnp.clip(bounds - shard.start(ragged), 0",
-     "jnp.clip(bounds, 0", "sharded vmap of vjp", "ragged_dot, epilogue"),
+     "jnp.clip(bounds, 0", "sharded", "ragged_dot_general"),
     ("partitioning/local_program.py", "largest = lax.pmax(reordered(",
-     "largest = lax.pmin(reordered(", "sharded values", "row_max", 1),
+     "largest = lax.pmin(reordered(", "sharded values", "row_max"),
     ("partitioning/local_program.py", "x, axis_names(axes), scatter_dimension=dim, tiled=True)",
-     "2 * x, axis_names(axes), scatter_dimension=dim, tiled=True)", "sharded", "linear", 1),
+     "2 * x, axis_names(axes), scatter_dimension=dim, tiled=True)",
+     "sharded", "matmul, epilogue", 1),
     ("ops/products/epilogues.py", "(pre_activation, *read), (changed, *moved))",
      "(pre_activation, *read), (changed, *map(compat.zero_tangent, read)))",
      "sharded second order", "matmul, epilogue"),
@@ -140,9 +142,9 @@ def passes(tree: Path, *tests: tuple) -> bool:
         "",
         *names,
     ]
-    run = subprocess.run(
-        command, cwd=tree, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."}
-    )
+    # JAX's cache of programs does not know the rules by which it splits a call over devices.
+    env = os.environ | {"PYTHONPATH": ".", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    run = subprocess.run(command, cwd=tree, capture_output=True, text=True, env=env)
     assert run.returncode in (0, 1), run.stdout + run.stderr
     return run.returncode == 0
 

@@ -2,7 +2,8 @@
 
 The operations are those of ``benchmarks/catalog``: a new one is tested here once it is described.
 Types of results, weak ones among them, are those of plain JAX in the same mode. Sharded programs
-send no more bytes than plain JAX's.
+of values and of first derivatives, whose operands' first dimensions are split, send no more bytes
+than plain JAX's.
 """
 
 from __future__ import annotations
@@ -521,7 +522,7 @@ def test_derived(request, name, case, draw):
             arrays = [at(mesh, x, rng) for x in arrays]
             compiled = jax.jit(program(jtk, how.ours, how.transform)).lower(*arrays).compile()
             found = compiled(*arrays)
-            if name in OF_JAX:
+            if name in OF_JAX and not draw and how.orders < 2:
                 jaxs = jax.jit(program(ORACLES, how.ours, how.transform)).lower(*arrays).compile()
                 sent, limit = bytes_sent(compiled), bytes_sent(jaxs)
                 # Small programs send a few hundred bytes.

@@ -30,7 +30,7 @@ PAGES = {
         *sorted(DOCS.rglob("*.md")),
     )
 }
-# Their blocks are quotations of files, which test_add.py and test_kernel_apis.py compare.
+# Their blocks are quotations of files, which test_arrays.py and test_kernel_apis.py compare.
 QUOTATIONS = {"docs/add-an-operation.md", "docs/kernel-apis.md"}
 RUN = {
     name: needs(text) for name, text in PAGES.items() if snippets(text) and name not in QUOTATIONS

@@ -82,10 +82,11 @@ def segments(draw: Draw, name: str) -> Call:
             lost = 2.0**-126 * reduced(np.maximum(np.abs(wide(x)), 1), 1)
             slack = 2 * (edges + 1) * (unit(dtype) * np.abs(value) + lost)
             return [compared(result, value, slack)]
-        counts = np.bincount(own[inside], minlength=count)
-        counts = np.maximum(counts, 1)[:, None] if reduction == "mean" else 1
-        slack = (edges + 2) * unit(dtype) * reduced(np.abs(wide(x))) / counts
-        return [compared(result, value / counts, slack)]
+        divisors = np.ones(count)
+        if reduction == "mean":
+            divisors = np.maximum(np.bincount(own[inside], minlength=count), 1.0)
+        value, magnitude = (y / divisors[:, None] for y in (value, reduced(np.abs(wide(x)))))
+        return [compared(result, value, (edges + 2) * unit(dtype) * magnitude)]
 
     def cotangent_errors(cotangents, cotangent, *_):
         each = np.concatenate([wide(cotangent), np.zeros((1, columns))])
