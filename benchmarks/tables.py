@@ -308,7 +308,7 @@ def fp8() -> Iterator[str]:
 # Types in the order of tables.
 _TYPES = (
     "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "complex64",
-    "complex128", "int8", "uint8", "int16", "int32", "bool",
+    "complex128", "int8", "uint8", "int16", "uint16", "int32", "uint32", "bool",
 )  # fmt: skip
 _CALLS = 200
 

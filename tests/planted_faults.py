@@ -111,7 +111,7 @@ FAULTS = [
     ("ops/products/groups.py", "jnp.clip(bounds - shard.start(ragged), 0",
      "jnp.clip(bounds, 0", "sharded values", "ragged_dot, epilogue"),
     ("ops/products/groups.py", "jnp.clip(bounds - shard.start(ragged), 0",
-     "jnp.clip(bounds, 0", "sharded", "ragged_dot_general"),
+     "jnp.clip(bounds, 0", "sharded", "ragged_dot, epilogue"),
     ("partitioning/local_program.py", "largest = lax.pmax(reordered(",
      "largest = lax.pmin(reordered(", "sharded values", "row_max"),
     ("partitioning/local_program.py", "x, axis_names(axes), scatter_dimension=dim, tiled=True)",
