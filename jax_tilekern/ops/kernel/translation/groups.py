@@ -36,8 +36,9 @@ _ALIGNMENT = 16
 # Bytes of a load of several elements, and how many elements a row of them may have.
 VECTOR, _MAX_ROW = 16, 16
 _BARRIER = "lax::group_barrier<kThreads>();"
-# Loops of shorter bodies are unrolled a few times, so that several elements are loaded at once.
-_SHORT_BODY, _STEPS_AT_A_TIME = 64, 4
+# Loops of shorter bodies, with as few long functions, are unrolled a few times, so that several
+# elements are loaded at once.
+_SHORT_BODY, _FEW_FUNCTIONS, _STEPS_AT_A_TIME = 64, 2, 4
 # A loop of up to so many steps of a warp is unrolled as a whole.
 _MAX_STEPS = 8
 
@@ -210,6 +211,7 @@ class GroupWriter(LaneWriter):
         if few:
             head = f"for (int {first} = 0; {first} < {size}; {first} += kThreads)"
         self.line("#pragma unroll 1")
+        long_functions = self._long_functions_of_loops
         with self.block(head), self._each_by_itself():
             if few:
                 self.line(f"const int {i} = {first} + rank;")
@@ -218,7 +220,8 @@ class GroupWriter(LaneWriter):
         inner = self.statements[start + 1 :]
         self._of_loops.update(range(start, len(self.statements)))
         has_loops = any(line.startswith("#pragma unroll ") for line in inner)
-        if len(inner) <= _SHORT_BODY and not has_loops:
+        long_functions = self._long_functions_of_loops - long_functions
+        if len(inner) <= _SHORT_BODY and long_functions <= _FEW_FUNCTIONS and not has_loops:
             self.statements[start] = (
                 "#pragma unroll" if few else f"#pragma unroll {_STEPS_AT_A_TIME}"
             )
