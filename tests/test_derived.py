@@ -332,6 +332,7 @@ CASES = {
     "explicit rows": Case(vjp, 1, context=explicit_mesh),
     "sharded": Case(vjp, 1),
     "sharded values": Case(value),
+    "sharded vmap": Case(vmap),
     "sharded vmap of vjp": Case(vmap_of_vjp, 1),
     "sharded second order": Case(second_order, 2),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from numerics import assert_close
+from numerics import assert_close, assert_equal, whole
 from sharded import (
     AUTO,
     EXPLICIT,
@@ -285,3 +286,43 @@ def test_segments_over_one_of_two_axes(kind):
         split = (jax.device_put(a, NamedSharding(mesh, P("d"))) for a in (x, ids))
         found = jax.jit(mapped)(*split)
     np.testing.assert_array_equal(found, x[:4] + x[4:])
+
+
+# Products whose operands have sharded types: the gradient is the unsharded one, or JAX's error.
+
+SPECS = [
+    (P("d", None), P(None, "m")),
+    (P("d", None), P()),
+    (P(), P()),
+    (P("d", "m"), P()),
+    (P(None, "d"), P("d", None)),
+    (P("d", None), P(None, "d")),
+    (P("d", "m"), P("m", None)),
+]
+
+
+@pytest.mark.parametrize(("a_spec", "b_spec"), SPECS)
+def test_explicit_mesh_is_right_or_raises_as_jax(rng, a_spec, b_spec):
+    mesh = mesh_of((EXPLICIT, EXPLICIT))
+    with jax.default_device(devices()[0]), jax.set_mesh(mesh):
+        operands = whole(rng, 8, 4), whole(rng, 4, 12)
+        a, b = (put(mesh, x, spec) for x, spec in zip(operands, (a_spec, b_spec), strict=True))
+
+        def run(matmul):
+            product = jax.jit(matmul)(a, b)
+            gradients = jax.jit(jax.grad(lambda a, b: (matmul(a, b) ** 2).sum(), (0, 1)))(a, b)
+            return product, *gradients
+
+        try:
+            expected = run(jnp.matmul)
+        except Exception as error:
+            refusal = error
+        else:
+            refusal = None
+        if refusal is not None:
+            with pytest.raises(type(refusal), match=re.escape(str(refusal).split(":")[0])):
+                run(jtk.matmul)
+            return
+        for got, wanted in zip(run(jtk.matmul), expected, strict=True):
+            assert got.sharding == wanted.sharding
+            assert_equal(got, wanted)

@@ -1,6 +1,6 @@
 """Plans on Hopper's tensor cores: tensor maps of random geometries, and the kernels' parameters.
 
-``test_emulated_layouts.py`` has the values of random layouts.
+``test_emulated_gpu.py`` has the values of random layouts.
 """
 
 import pytest

@@ -189,28 +189,6 @@ def test_sharded_reductions_of_integers(rng, kind):
 
 
 @needs_devices
-@pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (0, None, 1)], ids=str)
-def test_sharded_vmap(rng, x64, mapped):
-    """The mapped axis is one more dimension, and devices reduce their columns as before."""
-    specs = [P("d"), P(None, "m"), P("m")]
-    args = drawn(rng)
-    for i, axis in enumerate(mapped):
-        if axis is not None:
-            args[i] = jnp.stack([args[i], -args[i], 2 * args[i]], axis)
-            specs[i] = P(*specs[i][:axis], None, *specs[i][axis:])
-    placed = put(mesh_of((AUTO, AUTO)), args, specs)
-    ours, jaxs = (
-        jax.jit(jax.vmap(f, mapped)).lower(*placed).compile()
-        for f in (every_kind, every_kind_by_jax)
-    )
-    expected = jax.vmap(every_kind_by_jax, mapped)(*map(exact, args))
-    for x, y in zip(ours(*placed), expected, strict=True):
-        assert_close(x, y)
-    assert bytes_sent(ours) <= 1.05 * bytes_sent(jaxs), collectives(ours)
-    assert {x.kind for x in collectives(ours)} == {"all-reduce"}
-
-
-@needs_devices
 def test_sharding_in_types(rng):
     """On explicit axes a reduction of sharded columns is whole on every device."""
     mesh = mesh_of((EXPLICIT, EXPLICIT))

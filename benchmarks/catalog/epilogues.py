@@ -150,32 +150,41 @@ _ROWS = {
 
 
 def row_reduction(draw: Draw, name: str) -> Call:
-    """Draw a product of which an epilogue reduces the rows."""
+    """Draw a product of which an epilogue reduces the rows, perhaps with its elements."""
     dtype = draw.type(F32, BF16, F16)
     sizes = {label: max(1, size) for label, size in draw.sizes("mkn").items()}
     operands = draw.operands("mk,kn->m", sizes, [dtype] * 2)
     each, expected = _ROWS[name]
+    # Beside the reduction are a bias and the elements.
+    beside = draw.of_tests and draw.chance(0.5)
+    if beside:
+        operands = *operands, draw.operand((sizes["n"],), dtype)
 
-    def reduced(m, y):
-        return getattr(m, name)(each(y))
+    def reduced(m, y, *bias):
+        rows = getattr(m, name)(each(sum(bias, y)))
+        return {"elements": y, "rows": rows} if bias else rows
 
     epilogues = [functools.partial(reduced, m) for m in (ORACLES, jtk)]
 
-    def errors(result, x, w):
+    def errors(result, x, w, *bias):
         y, magnitude, terms = einsum("mk,kn->mn", wide(x), wide(w))
         share = (terms + sizes["n"] + 16) * 2.0**-24 + operand_rounding([dtype] * 2, None)
         # The sum of squares errs by twice the share of each; all values have a rounding, too.
         share += UNIT_ROUNDOFF[dtype]
+        rows, found = result, []
+        if bias:
+            rows, found = result["rows"], [compared(result["elements"], y, 2 * share * magnitude)]
+            y, magnitude = y + wide(*bias), magnitude + np.abs(wide(*bias))
         slack = 2 * share * (magnitude**2).sum(-1) if name == "row_sum" else 2 * share * (
             magnitude.max(-1) + 1
         )  # fmt: skip
-        return [compared(result, expected(y), slack)]
+        return [*found, compared(rows, expected(y), slack)]
 
     return Call(
         name,
-        "",
+        "beside elements" if beside else "",
         operands,
-        lambda m, x, w: m.matmul(x, w, epilogue=epilogues[m is jtk]),
+        lambda m, x, w, *bias: m.matmul(x, w, epilogue=epilogues[m is jtk], operands=bias),
         errors,
         is_plain=False,
     )
