@@ -6,6 +6,7 @@ import argparse
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -14,9 +15,11 @@ import numpy as np
 from jax import lax
 
 import jax_tilekern as jtk
+from benchmarks import lane_libraries as libraries
 from benchmarks.programs import KERNELS, Program, program_command, relative
 
 _GROUP = "`kernel` against `vmap`"
+_OF_LIBRARIES = "`kernel` of samplers and solvers against `vmap`"
 _WITH_ARRAYS = "`kernel` of arrays against `vmap`"
 _STEP = 0.001
 _MAPS: dict[str, Callable[..., Any]] = {"ours": jtk.kernel, "XLA": jax.vmap}
@@ -144,6 +147,74 @@ def _series(lanes: int, steps: int) -> tuple[Any, Any]:
 _program = functools.partial(Program, profiled=False)
 
 
+def _libraries() -> Iterator[Program]:
+    """Yield programs of other libraries that are installed, and of decompositions."""
+    tiny = jax.default_backend() == "cpu"
+    lanes = 10 if tiny else 10_000
+    named = functools.partial(_program, group=_OF_LIBRARIES, contexts=_ONE_KERNEL)
+    sampled = functools.partial(named, errors=_differences_of_means)
+
+    def normal(*shape: int) -> Any:
+        return jax.random.normal(jax.random.key(5), shape)
+
+    def keys(count: int) -> Any:
+        return (jax.random.split(jax.random.key(6), count),)
+
+    if find_spec("diffrax"):
+
+        def starts() -> Any:
+            return 2 + jnp.abs(normal(lanes, 2)), jnp.array([1.1, 0.4, 0.4, 0.1])
+
+        def ends(map_: Callable[..., Any]) -> Callable[..., Any]:
+            mapped: Callable[..., Any] = map_(libraries.diffrax_trajectory, in_axes=(0, None))
+            return mapped
+
+        def gradient(map_: Callable[..., Any]) -> Callable[..., Any]:
+            return jax.grad(lambda start, rates: jnp.sum(ends(map_)(start, rates) ** 2), 1)
+
+        yield named(f"diffrax, {lanes} trajectories", starts, _with_kernel(ends))
+        yield named(f"gradient of {lanes} trajectories", starts, _with_kernel(gradient))
+    chains, steps = (4, 3) if tiny else (1024, 100)
+    if find_spec("blackjax"):
+        nuts = functools.partial(libraries.blackjax_nuts, steps, lambda x: -0.5 * jnp.sum(x * x), 2)
+        sides = _with_kernel(lambda map_: map_(nuts))
+        yield sampled(f"blackjax NUTS of {chains}", functools.partial(keys, chains), sides)
+    if find_spec("numpyro"):
+        schools = libraries.numpyro_eight_schools(steps // 4, steps)
+        sides = _with_kernel(lambda map_: map_(schools))
+        yield sampled(f"numpyro NUTS of {chains}", functools.partial(keys, chains), sides)
+    # Values alone: vectors have any sign.
+    for name, values, size in (
+        ("eigh", jnp.linalg.eigvalsh, 3), ("eigh", jnp.linalg.eigvalsh, 16),
+        ("svd", jnp.linalg.svdvals, 4),
+    ):  # fmt: skip
+        matrices = functools.partial(lambda n: (normal(lanes, n, n),), size)
+        sides = _with_kernel(functools.partial(lambda f, map_: map_(f), values))
+        yield named(f"{name} of {lanes} {size}x{size}", matrices, sides)
+    length = 10 if tiny else 100
+    systems = functools.partial(
+        lambda n: (normal(lanes, n), 4 + normal(lanes, n), normal(lanes, n), normal(lanes, n, 1)),
+        length,
+    )
+    sides = _with_kernel(lambda map_: map_(lax.linalg.tridiagonal_solve))
+    yield named(f"{lanes} tridiagonal systems of {length}", systems, sides)
+    sequences, length, units = (4, 5, 8) if tiny else (4096, 128, 64)
+
+    def network() -> Any:
+        weights = normal(units, 16) / 4, normal(units, units) / units**0.5
+        return weights, normal(sequences, length, 16)
+
+    def last(map_: Callable[..., Any]) -> Callable[..., Any]:
+        mapped: Callable[..., Any] = map_(libraries.recurrent, in_axes=(None, 0))
+        return mapped
+
+    def of_weights(map_: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.grad(lambda weights, inputs: jnp.sum(last(map_)(weights, inputs) ** 2))
+
+    for name, function in (("", last), ("gradient of ", of_weights)):
+        yield named(f"{name}RNN of {sequences} sequences", network, _with_kernel(function))
+
+
 def _programs(_: argparse.Namespace) -> Iterator[Program]:
     tiny = jax.default_backend() == "cpu"
     steps = 10 if tiny else 1000
@@ -220,6 +291,7 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         _sides(lambda map_: map_(_kalman, in_axes=(None, 0))),
         group=_GROUP,
     )
+    yield from _libraries()
 
 
 COMMAND = program_command("functions with loops as one kernel", _programs, 1.0)

@@ -115,9 +115,11 @@ def test_symmetric_products(tmp_path):
 def test_functions_with_loops(tmp_path):
     file = tmp_path / "lanes.json"
     assert main(["jax_kernel", "--seconds", "0.01", "--json", str(file)]) == 0
-    errors = [error for row in record.read(file)["rows"] for error in row["error"].values()]
-    assert len(errors) == 31
-    assert max(errors) < 1e-4
+    rows = record.read(file)["rows"]
+    assert {row["name"].partition(" ")[0] for row in rows} >= {"Lorenz,", "HMC", "eigh", "RNN"}
+    assert max(error for row in rows for error in row["error"].values()) < 1e-4
+    # The fewest programs are those without other libraries.
+    assert sum(len(row["error"]) for row in rows) >= 31 + 18
 
 
 def test_samples_of_descriptions_are_measured_and_fitted(tmp_path):
