@@ -120,6 +120,10 @@ FAULTS = [
     ("ops/products/epilogues.py", "(pre_activation, *read), (changed, *moved))",
      "(pre_activation, *read), (changed, *map(compat.zero_tangent, read)))",
      "sharded second order", "matmul, epilogue"),
+    ("ops/products/contraction.py", "rounded = call.multiply(lhs, right[1]",
+     "rounded = call.multiply(lhs, right[0]", "vmap", "moe, biases"),
+    ("ops/products/contraction.py", "rounded = call.multiply(lhs, right[1]",
+     "rounded = call.multiply(lhs, right[0]", "second order", "gated_linear"),
     ("ops/products/epilogues.py", "kind if isinstance(kind, str) else \"sum\"", "\"sum\"",
      "sharded vmap", "row_logsumexp"),
 ]  # fmt: skip

@@ -8,15 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
-from numerics import check_derivatives, random
 from nvrtc_mark import needs_nvrtc
 from products import BF16, F16, F32, H100, ragged_product_of
 
 import jax_tilekern as jtk
 from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
-from jax_tilekern.ops.products.fused_contraction import contract_with_epilogue
-from jax_tilekern.ops.products.ragged_dot import rows_by_matrices
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
@@ -137,60 +134,6 @@ def test_kernels_compile_to_what_the_plan_assumes(k_major, part):
         assert not entry.serialized, candidate.key
         # Wide tiles have as many accumulators as registers beside them.
         assert entry.spill_bytes <= 128, candidate.key
-
-
-# Meaning, on any platform.
-
-CALL = {"contraction": rows_by_matrices(), "precision": jax.lax.Precision.HIGHEST}
-SIZES = np.array([0, 3, 3, 7, 9], np.int32)
-
-
-def dense(lhs, rhs):
-    """Products of rows, those of no group zeros."""
-    group = np.searchsorted(SIZES[1:], np.arange(10), "right")
-    rows = jnp.einsum("mk,mkn->mn", lhs, rhs[np.minimum(group, 3)], precision="highest")
-    return jnp.where((group < 4)[:, None], rows, 0)
-
-
-def combined(lhs, first, second, weight, bias):
-    return contract_with_epilogue(
-        lhs, first, SIZES, second=second, **CALL, product=lhs.dtype, shape=(10, 6),
-        epilogue=value, operands=(weight,), group_operands=(bias,),
-    )  # fmt: skip
-
-
-def combined_by_parts(lhs, first, second, weight, bias):
-    group = np.searchsorted(SIZES[1:], np.arange(10), "right")
-    inside = (group < 4)[:, None]
-    found = value(dense(lhs, first), dense(lhs, second), weight, bias[np.minimum(group, 3)])
-    return jnp.where(inside, found, 0)
-
-
-def test_values_derivatives_and_batches(rng, x64):
-    ours, theirs = combined, combined_by_parts
-    shapes = (10, 5), (4, 5, 6), (4, 5, 6), (10, 1), (4, 6)
-    operands = [random(rng, shape, np.float64) for shape in shapes]
-
-    def close(f, g, *args):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9),
-            jax.jit(f)(*args), jax.jit(g)(*args),
-        )  # fmt: skip
-
-    close(ours, theirs, *operands)
-    check_derivatives(ours, operands)
-    for i in range(len(operands)):
-
-        def of_one(f, i=i):
-            return lambda x: jax.jacrev(lambda y: f(*operands[:i], y, *operands[i + 1 :]))(x)
-
-        close(of_one(ours), of_one(theirs), operands[i])
-    stacked = [jnp.stack([x, 2 * x]) for x in operands]
-    every = (0,) * len(operands)
-    close(jax.vmap(ours), jax.vmap(theirs), *stacked)
-    for axes in ((0, *every[1:-1], None), (None, *every[1:]), (0, *(None,) * (len(every) - 1))):
-        chosen = [a if axis is None else b for a, b, axis in zip(operands, stacked, axes, strict=1)]
-        close(jax.vmap(ours, axes), jax.vmap(theirs, axes), *chosen)
 
 
 @needs_emulator
