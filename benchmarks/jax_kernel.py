@@ -151,7 +151,7 @@ def _libraries() -> Iterator[Program]:
     """Yield programs of other libraries that are installed, and of decompositions."""
     tiny = jax.default_backend() == "cpu"
     lanes = 10 if tiny else 10_000
-    named = functools.partial(_program, group=_OF_LIBRARIES, contexts=_ONE_KERNEL)
+    named = functools.partial(_program, group=_OF_LIBRARIES, contexts=_ONE_KERNEL | _WITH_THREADS)
     sampled = functools.partial(named, errors=_differences_of_means)
 
     def normal(*shape: int) -> Any:
@@ -179,9 +179,19 @@ def _libraries() -> Iterator[Program]:
         nuts = functools.partial(libraries.blackjax_nuts, steps, lambda x: -0.5 * jnp.sum(x * x), 2)
         sides = _with_kernel(lambda map_: map_(nuts))
         yield sampled(f"blackjax NUTS of {chains}", functools.partial(keys, chains), sides)
+        data = normal(200, 8)
+        logistic = functools.partial(
+            libraries.blackjax_nuts,
+            steps,
+            lambda q: -jnp.sum(jax.nn.softplus(data @ q)) - 0.5 * q @ q,
+            8,
+        )
+        sides = _with_threads(lambda map_: map_(logistic))
+        name = f"blackjax NUTS of 200 x 8 data, {chains}"
+        yield sampled(name, functools.partial(keys, chains), sides)
     if find_spec("numpyro"):
         schools = libraries.numpyro_eight_schools(steps // 4, steps)
-        sides = _with_kernel(lambda map_: map_(schools))
+        sides = _with_threads(lambda map_: map_(schools))
         yield sampled(f"numpyro NUTS of {chains}", functools.partial(keys, chains), sides)
     # Values alone: vectors have any sign.
     for name, values, size in (
@@ -212,7 +222,7 @@ def _libraries() -> Iterator[Program]:
         return jax.grad(lambda weights, inputs: jnp.sum(last(map_)(weights, inputs) ** 2))
 
     for name, function in (("", last), ("gradient of ", of_weights)):
-        yield named(f"{name}RNN of {sequences} sequences", network, _with_kernel(function))
+        yield named(f"{name}RNN of {sequences} sequences", network, _with_threads(function))
 
 
 def _programs(_: argparse.Namespace) -> Iterator[Program]:
