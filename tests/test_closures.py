@@ -156,3 +156,58 @@ def test_values_of_the_program(rng, name, kind, mesh_types):
             return lax.psum(_loss(ours(f, *xs)), "d")
 
         close(jax.jit(gradients(lambda *xs: by_hand(*xs, tuple(rows))))(*placed))
+
+
+ONE, IDS = np.ones((2, 2), np.float32), np.int32([[0, 0]])
+CALLS = {
+    "matmul": lambda f: jtk.matmul(ONE, ONE, epilogue=f),
+    "linear": lambda f: jtk.linear(ONE, ONE, ONE[0], f),
+    "moe": lambda f: jtk.moe(ONE, ONE[None], ONE[None], ONE[:, :1], IDS.T, activation=f),
+    "segment_reduce": lambda f: jtk.segment_reduce(f, ONE, segment_ids=IDS[0], num_segments=1),
+    "kernel": lambda f: jtk.kernel(f)(ONE),
+}  # fmt: skip
+SCALE = 1.0
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_call_reads_variables_anew(call):
+    """A function object reads its variables when it is called, and no trace keeps their values."""
+
+    def first(scale):
+        s = scale
+        f = lambda y: s * y  # noqa: E731
+        one = call(f)
+        s = 10 * scale
+        return one, call(f)
+
+    for program in (first, jax.jit(first)):
+        one, ten = program(3.0)
+        np.testing.assert_allclose(ten, 10 * one)
+        assert np.all(np.asarray(one) != 0)
+
+
+@pytest.mark.parametrize("call", [*CALLS.values(), jtk.kernel], ids=[*CALLS, "kept kernel"])
+def test_a_call_reads_globals_anew(call, monkeypatch):
+    def f(y):
+        return SCALE * y
+
+    kept = call(f) if call is jtk.kernel else None
+    found = []
+    for scale in (1.0, 3.0, 1.0):
+        monkeypatch.setitem(f.__globals__, "SCALE", scale)
+        found.append(np.asarray(kept(ONE) if kept else call(f)))
+    np.testing.assert_allclose(found[1], 3 * found[0])
+    np.testing.assert_array_equal(found[2], found[0])
+
+
+def test_equal_variables_are_one_program():
+    traces = []
+
+    def f(y):
+        traces.append(y.shape)
+        return SCALE * y
+
+    jtk.matmul(ONE, ONE, epilogue=f)
+    first = len(traces)
+    jtk.matmul(ONE, ONE, epilogue=f)
+    assert len(traces) == first

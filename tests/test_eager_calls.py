@@ -104,7 +104,7 @@ def test_a_repeated_call_compiles_nothing(name, derivative):
 
 
 def test_programs_of_the_last_functions_are_kept(monkeypatch):
-    monkeypatch.setattr(jitted, "_MOST_FUNCTIONS", 2)
+    monkeypatch.setattr(jitted, "MOST_FUNCTIONS", 2)
     apply = jitted.jitted(functions=["function"])(lambda x, function: function(x))
     x, functions = jnp.ones(3), []
     for i in range(4):

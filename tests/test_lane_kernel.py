@@ -298,7 +298,7 @@ def test_numbers_are_operands():
     assert jax.grad(lambda y: mapped(jnp.ones(3), y).sum())(2.0) == 3.0
 
 
-def test_a_mapped_function_reads_what_is_closed_over_at_its_first_call():
+def test_a_mapped_function_reads_what_it_closes_over_anew():
     factor = 2.0
 
     def f(x):
@@ -308,7 +308,7 @@ def test_a_mapped_function_reads_what_is_closed_over_at_its_first_call():
     np.testing.assert_array_equal(first(jnp.ones(3)), 2.0)
     factor = 3.0
     np.testing.assert_array_equal(jtk.kernel(f)(jnp.ones(3)), 3.0)
-    np.testing.assert_array_equal(first(jnp.ones(3)), 2.0)
+    np.testing.assert_array_equal(first(jnp.ones(3)), 3.0)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.scope import Function
 
 # The number of functions that a public function keeps programs of.
-_MOST_FUNCTIONS = 128
+MOST_FUNCTIONS = 128
 
 
 def jitted(
@@ -28,9 +30,9 @@ def jitted(
 
     ``static`` are the parameters that are no operands; sequences among them become tuples, which
     have a hash. ``functions`` are those that are functions of the user's: keywords, or the last one
-    that has a position. A call is traced once for each function object, and those that were used
-    last are kept with their programs. A call with a keyword of ``unless`` is not jitted, because it
-    looks at values.
+    that has a position. A call is traced once for each :class:`UserFunction`, and those that were
+    used last are kept with their programs. A call with a keyword of ``unless`` is not jitted,
+    because it looks at values.
     """
 
     def decorate(function: Function) -> Function:
@@ -38,8 +40,8 @@ def jitted(
         prepare = dict.fromkeys(names, _operand) | dict.fromkeys(static, _with_hash)
         prepare |= dict.fromkeys(functions, _unchanged)
 
-        @functools.lru_cache(_MOST_FUNCTIONS)
-        def jitted_with(users: tuple[tuple[str, _Same], ...]) -> Any:
+        @functools.lru_cache(MOST_FUNCTIONS)
+        def jitted_with(users: tuple[tuple[str, UserFunction], ...]) -> Any:
             # JAX drops the programs of a function with it. It would keep static arguments.
             body = functools.partial(function, **{name: x.function for name, x in users})
             constants = (*static, *functions)
@@ -70,7 +72,7 @@ def jitted(
                         )
                     kwargs[name] = given.pop(names.index(name))
             users = tuple(
-                (name, _Same(kwargs.pop(name)))
+                (name, UserFunction(kwargs.pop(name)))
                 for name in functions
                 if kwargs.get(name) is not None
             )
@@ -81,17 +83,55 @@ def jitted(
     return decorate
 
 
-class _Same:
-    """A function of the user's, which is equal to itself alone and needs no hash of its own."""
+class UserFunction:
+    """A function of the user's, as a key: equal to itself as long as it reads the same values."""
 
     def __init__(self, function: Any) -> None:
-        self.function = function
+        self.function, self.read = function, tuple(_values_read(function))
 
     def __hash__(self) -> int:
         return id(self.function)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.function is other.function
+        return (
+            isinstance(other, UserFunction)
+            and self.function is other.function
+            and len(self.read) == len(other.read)
+            and all(map(_is_same, self.read, other.read))
+        )
+
+
+def _values_read(function: Any) -> Iterator[Any]:
+    """Yield what a function reads besides its arguments, of its closure, defaults and globals."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType):
+        return
+    yield from function.__defaults__ or ()
+    for cell in function.__closure__ or ():
+        # A cell is empty until its variable has a value.
+        with contextlib.suppress(ValueError):
+            value = cell.cell_contents
+            yield value
+            if value is not function:
+                yield from _values_read(value)
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        if not callable(value) and not isinstance(value, types.ModuleType):
+            yield value
+
+
+@functools.lru_cache(1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of globals and attributes in a function and in those inside it."""
+    inner = [_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    return (*code.co_names, *(name for names in inner for name in names))
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    # Other types than Python's numbers may compare element by element.
+    return x is y or (type(x) is type(y) and isinstance(x, int | float | complex) and x == y)
 
 
 def _unchanged(x: Any) -> Any:

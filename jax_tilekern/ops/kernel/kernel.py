@@ -19,6 +19,7 @@ from jax import lax
 from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.ops.cuda_kernel.sharding import explicit_shardings
+from jax_tilekern.ops.jitted import MOST_FUNCTIONS, UserFunction
 from jax_tilekern.ops.kernel.checkpoints import Checkpoint, checked
 from jax_tilekern.ops.kernel.group_work import has_arrays_beyond
 from jax_tilekern.ops.kernel.rules import Axes, LaneFunction, Rules, lane_sizes, type_of_lanes
@@ -69,8 +70,8 @@ def kernel(
     ----------
     f
         The function of one element. What it closes over is read by all threads. Each mapped
-        function traces it once for each set of shapes and types, as ``jax.jit`` does, and keeps
-        what it closes over at that time.
+        function traces it once for each set of shapes and types, as ``jax.jit`` does, and anew
+        where a variable of its closure, or a global, has another value.
     in_axes, out_axes
         As of :func:`jax.vmap`. An argument with the axis ``None`` may be any hashable object. A
         Python number is traced, as by ``jax.jit``: one program serves all values of it.
@@ -117,18 +118,23 @@ def kernel(
         raise TypeError(f"kernel maps a function, not {f!r}")
     checkpoint, threads = checked(checkpoint), _checked_threads(threads)
 
-    @functools.partial(jax.jit, static_argnums=0, inline=compat.inlined_when_traced)
     def call(static: _Static, *operands: Any) -> Any:
         args, kwargs = static.arguments(operands)
         mapped = jax.vmap(f, in_axes=in_axes, out_axes=out_axes)
         return _mapped(f, mapped, in_axes, out_axes, checkpoint, threads, args, kwargs)
+
+    @functools.lru_cache(MOST_FUNCTIONS)
+    def jitted(_: UserFunction) -> Any:
+        # JAX drops the programs of a function with it. It would keep static arguments.
+        body = functools.partial(call)
+        return jax.jit(body, static_argnums=0, inline=compat.inlined_when_traced)
 
     @functools.wraps(f)
     def batched(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         static, operands = _Static.of(leaves, tree)
         try:
-            return call(static, *operands)
+            return jitted(UserFunction(f))(static, *operands)
         except (TypeError, IndexError) as error:
             if any(isinstance(x, _NUMBERS) for x in operands):
                 error.add_note(

@@ -208,8 +208,8 @@ def moe(
     b_up, b_gate, b_down
         Biases of the experts, shapes ``(experts, hidden)`` and ``(experts, features)``.
     activation
-        Any elementwise JAX function. As for ``jax.jit``, a call is traced once for each function
-        object.
+        Any elementwise JAX function. A call is traced once for each function object and the values
+        of the variables that it reads.
     group_offset
         The first expert that the matrices have, 0 by default: a device that has some of the
         experts computes their part of the sum.

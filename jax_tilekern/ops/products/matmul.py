@@ -56,7 +56,8 @@ def matmul(
         element of the product in the kernel that computes it. The accumulator has the type in
         which the product is accumulated: float32 for floats of 16 and 8 bits, int32 for integers of
         16 and 8 bits, otherwise the operands' type. It may return several scalars, in any
-        tree. As for ``jax.jit``, a call is traced once for each function object.
+        tree. A call is traced once for each function object and the values of the variables
+        that it reads.
     operands
         Arrays that broadcast to the result by NumPy's rules: a bias ``(n,)``, a scale of rows
         ``(m, 1)``, a residual ``(m, n)``. The epilogue gets one element of each.

@@ -216,8 +216,8 @@ def segment_reduce(
     Parameters
     ----------
     function
-        A function of scalars, one of each array: any elementwise JAX function. As for ``jax.jit``,
-        a call is traced once for each function object.
+        A function of scalars, one of each array: any elementwise JAX function. A call is
+        traced once for each function object and the values of the variables that it reads.
     *arrays
         Arrays whose first dimension has the edges, or rows that edges gather. The further
         dimensions are the same, or of size 1, or missing.

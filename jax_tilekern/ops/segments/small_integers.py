@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, dtypes
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
@@ -110,7 +110,7 @@ def bincount(
     Returns
     -------
     Array
-        Counts, int32, or sums of the weights' type.
+        Counts of JAX's integer type, or sums of the weights' type.
 
     Raises
     ------
@@ -150,7 +150,8 @@ def _bincount(x: ArrayLike, weights: ArrayLike | None, length: int) -> Array:
         argument="length",
     )
     if weights is None:
-        return reduced("sum", jnp.ones(x.shape, np.int32), plan)
+        counts = reduced("sum", jnp.ones(x.shape, np.int32), plan)
+        return counts.astype(dtypes.canonicalize_dtype(int))
     weights = jnp.asarray(weights)
     if weights.shape != x.shape:
         raise ValueError(f"bincount: weights of shape {weights.shape} for x of shape {x.shape}")
