@@ -5,7 +5,7 @@ ratio of both sides is off by a factor of 3 as a rule and of 14 at worst, and ri
 is faster. They tell loops over a few numbers from passes over arrays.
 
 The time of a group of threads is modelled, not measured: instructions of shared loops are divided
-among its threads, and latencies are those of published microbenchmarks.
+among its threads, and latencies are assumed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ _INSTRUCTION, _ACCESS = 1.0, 100.0
 # Cycles of an SM for an access of a warp, and schedulers of an SM.
 _WARP_ACCESS, _SCHEDULERS = 3.2, 4
 _WARP = 32
-# The same for a group, whose arrays are in shared memory or the L1 cache: about 30 and 40 cycles
-# on Hopper (Luo et al. 2024, arXiv:2402.13499), of which loops have four in flight. A reduction has
-# six shuffles of about 25 cycles, one after another.
+# The same for a group, whose arrays are in shared memory or the L1 cache. Assumed are 30 to 40
+# cycles, of which loops have four in flight, and six shuffles of 25 cycles for a reduction.
 _GROUP_ACCESS, _REDUCTION, _BARRIER = 10.0, 200.0, 30.0
 # CTAs that an SM has at a time, shared memory that each takes besides its own (CUDA Programming
 # Guide), and threads that their registers allow.

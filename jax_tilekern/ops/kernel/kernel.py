@@ -45,9 +45,9 @@ from jax_tilekern.primitives.operation import (
 
 def kernel(
     f: Callable[..., Any],
-    *,
     in_axes: Any = 0,
     out_axes: Any = 0,
+    *,
     checkpoint: Checkpoint = "auto",
     threads: int | None = None,
 ) -> Callable[..., Any]:
