@@ -20,6 +20,19 @@ def integer(function: str, argument: str, value: Any) -> int:
         raise TypeError(f"{function}: {argument} is {value!r}; it is an integer") from None
 
 
+def number(function: str, argument: str, value: Any) -> float:
+    """Return an argument that is a number and no array, or raise a ``TypeError``."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{function}: {argument} is traced; it is a number that a program is compiled for, so "
+            "name it among the static arguments of jax.jit"
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{function}: {argument} is {value!r}; it is a number") from None
+
+
 def check_callable(function: str, argument: str, value: Any) -> None:
     """Raise a ``TypeError`` unless an argument is a function."""
     if not callable(value):

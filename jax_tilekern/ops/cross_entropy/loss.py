@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
-from jax_tilekern.ops.arguments import check_choice
+from jax_tilekern.ops.arguments import check_choice, number
 from jax_tilekern.ops.cross_entropy.logits import Options, row_losses, statistics_type
 from jax_tilekern.ops.cross_entropy.primitives import cross_entropy, statistics
 from jax_tilekern.ops.jitted import jitted
@@ -100,8 +100,9 @@ def linear_cross_entropy(
     h, w, labels = (jnp.asarray(x) for x in (h, w, labels))
     bias = None if bias is None else jnp.asarray(bias)
     _check_operands(h, w, labels, bias)
-    z_loss, label_smoothing = float(z_loss), float(label_smoothing)
-    softcap = None if softcap is None else float(softcap)
+    z_loss = number("linear_cross_entropy", "z_loss", z_loss)
+    label_smoothing = number("linear_cross_entropy", "label_smoothing", label_smoothing)
+    softcap = None if softcap is None else number("linear_cross_entropy", "softcap", softcap)
     check_choice("linear_cross_entropy", "reduction", reduction, _REDUCTIONS)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(

@@ -253,6 +253,11 @@ def moe(
         if indices is not None:
             raise TypeError("moe: weights is a Routing, which has the indices; pass no others")
         weights, indices = weights
+    elif isinstance(weights, (tuple, list)):
+        raise TypeError(
+            "moe: weights is a pair of arrays; pass both by themselves, or a Routing, which route "
+            "returns"
+        )
     given: dict[str, Any] = {
         "x": x, "w_up": w_up, "w_gate": w_gate, "w_down": w_down, "b_up": b_up, "b_gate": b_gate,
         "b_down": b_down, "weights": weights, "indices": indices,

@@ -136,7 +136,11 @@ def gated_linear(
         "preferred_element_type": preferred_element_type,
     }
     x, w_gate, w_up = jnp.asarray(x), jnp.asarray(w_gate), jnp.asarray(w_up)
-    alike = (w_gate.shape, w_gate.dtype) == (w_up.shape, w_up.dtype)
+    if w_gate.shape != w_up.shape:
+        raise ValueError(
+            f"gated_linear: w_gate has shape {w_gate.shape} and w_up {w_up.shape}; they are equal"
+        )
+    alike = w_gate.dtype == w_up.dtype
     up = w_up if alike else matmul(x, w_up, **options)
     result = product_type(jnp.matmul, x, w_gate, **options)
     lhs, gate, contraction = labelled_matrices(x, w_gate)
