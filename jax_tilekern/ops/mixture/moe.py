@@ -253,7 +253,7 @@ def moe(
         if indices is not None:
             raise TypeError("moe: weights is a Routing, which has the indices; pass no others")
         weights, indices = weights
-    elif isinstance(weights, (tuple, list)):
+    elif isinstance(weights, tuple):
         raise TypeError(
             "moe: weights is a pair of arrays; pass both by themselves, or a Routing, which route "
             "returns"

@@ -136,11 +136,12 @@ def gated_linear(
         "preferred_element_type": preferred_element_type,
     }
     x, w_gate, w_up = jnp.asarray(x), jnp.asarray(w_gate), jnp.asarray(w_up)
-    if w_gate.shape != w_up.shape:
+    if w_gate.shape[-2:] != w_up.shape[-2:]:
         raise ValueError(
-            f"gated_linear: w_gate has shape {w_gate.shape} and w_up {w_up.shape}; they are equal"
+            f"gated_linear: w_gate has shape {w_gate.shape}, w_up {w_up.shape}; the last two "
+            "dimensions are the same"
         )
-    alike = w_gate.dtype == w_up.dtype
+    alike = (w_gate.shape, w_gate.dtype) == (w_up.shape, w_up.dtype)
     up = w_up if alike else matmul(x, w_up, **options)
     result = product_type(jnp.matmul, x, w_gate, **options)
     lhs, gate, contraction = labelled_matrices(x, w_gate)
