@@ -190,8 +190,8 @@ def start() -> Iterator[str]:
         "products": _mean_and_slower(_select(drawn(), "^`matmul`", "h100").ratio),
     }
     cells = ([cell.format(**values) for cell in line] for line in _TEXTS["start"]["lines"])
-    heads = "you have", "you write", "you get: speed over the peer, on an H100 unless a GPU is named"
-    return table(heads, cells, 3)
+    gain = "you get: speed over the peer, on an H100 unless a GPU is named"
+    return table(("you have", "you write", gain), cells, 3)
 
 
 def _mean_and_slower(ratios: pd.Series[float]) -> str:
