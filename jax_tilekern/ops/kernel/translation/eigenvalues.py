@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.kernel.translation.linear_algebra import _matrix_rule as matrix_rule
 
 # Sweeps of matrices of float64 and of float32 converge quadratically, after about 8 and 6.
