@@ -21,6 +21,10 @@ _OTHERS = (
 )  # fmt: skip
 
 
+# Modules that users import by themselves. Whether a process has them must not change the table.
+_IMPORTED_BY_NAME = "pallas", "experimental", "xla_metadata"
+
+
 def names() -> list[str]:
     """Return the names of all primitives of JAX itself, without those of Pallas."""
     for name in _OTHERS:
@@ -28,7 +32,7 @@ def names() -> list[str]:
     modules = [
         module
         for name, module in sys.modules.items()
-        if name.startswith("jax.") and "pallas" not in name and "experimental" not in name
+        if name.startswith("jax.") and not any(x in name for x in _IMPORTED_BY_NAME)
     ]
     values = (x for module in modules for x in list(vars(module).values()))
     return sorted({x.name for x in values if isinstance(x, compat.Primitive)})

@@ -353,8 +353,9 @@ _IN_FLOAT32 = dict.fromkeys(
 # jet has no rule of a primitive of JAX's: for these some calls fail, by these errors.
 WITHOUT_JET = {
     "linalg.det", "linalg.expm", "linalg.pinv", "linalg.slogdet", "moe", "moe, biases",
-    "moe, ungated", "ragged_dot, epilogue", "scaled_matmul", "scaled_ragged_dot", "segment_max",
-    "segment_mean", "segment_min", "segment_sum", "symmetric_matmul, polynomial",
+    "moe, ungated", "ragged_dot, epilogue", "scaled_matmul", "scaled_matmul, epilogue",
+    "scaled_ragged_dot", "segment_max", "segment_mean", "segment_min", "segment_sum",
+    "symmetric_matmul, polynomial",
 }  # fmt: skip
 ERRORS_OF_JET = (KeyError, TypeError, AttributeError)
 FAILS = {

@@ -65,7 +65,8 @@ def segments(draw: Draw, name: str) -> Call:
 
     def reduced(x, start=0):
         result = np.full((count, columns), start, x.dtype)
-        _UFUNCS.get(reduction, np.add).at(result, own[inside], x[inside])
+        with np.errstate(over="ignore"):
+            _UFUNCS.get(reduction, np.add).at(result, own[inside], x[inside])
         return result
 
     lowest, highest = (
