@@ -348,7 +348,14 @@ _IN_SHARD_MAP = {
     "matmul_reduce_scatter": "an axis of a vmap inside of a shard_map",
 }
 _IN_FLOAT32 = dict.fromkeys(
-    ("cuda_kernel", "fp8_dot_general", "scaled_matmul", "scaled_ragged_dot"), "takes float32"
+    (
+        "cuda_kernel",
+        "fp8_dot_general",
+        "scaled_matmul",
+        "scaled_matmul, epilogue",
+        "scaled_ragged_dot",
+    ),
+    "takes float32",
 )
 # jet has no rule of a primitive of JAX's: for these some calls fail, by these errors.
 WITHOUT_JET = {
