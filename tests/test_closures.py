@@ -211,3 +211,14 @@ def test_equal_variables_are_one_program():
     first = len(traces)
     jtk.matmul(ONE, ONE, epilogue=f)
     assert len(traces) == first
+
+
+def test_functions_that_call_each_other():
+    def f(y, depth=0):
+        return y if depth == 3 else g(2 * y, depth + 1)
+
+    def g(y, depth):
+        return f(y, depth)
+
+    np.testing.assert_array_equal(jtk.matmul(ONE, ONE, epilogue=f), 16.0)
+    np.testing.assert_array_equal(jtk.kernel(f)(ONE), 8.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import operator
@@ -101,21 +100,25 @@ class UserFunction:
         )
 
 
-def _values_read(function: Any) -> Iterator[Any]:
-    """Yield what a function reads besides its arguments, of its closure, defaults and globals."""
+def _values_read(function: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """Yield what a function reads besides its arguments, of its closure, defaults and globals.
+
+    Functions in its closure are followed; ``seen`` are those on the way, which may call each other.
+    """
     if isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
-    if not isinstance(function, types.FunctionType):
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
         return
     yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
     for cell in function.__closure__ or ():
-        # A cell is empty until its variable has a value.
-        with contextlib.suppress(ValueError):
+        try:
             value = cell.cell_contents
-            yield value
-            if value is not function:
-                yield from _values_read(value)
+        except ValueError:  # Its variable has no value yet.
+            continue
+        yield value
+        yield from _values_read(value, seen | {id(function)})
     for name in _names(function.__code__):
         value = function.__globals__.get(name)
         if not callable(value) and not isinstance(value, types.ModuleType):

@@ -14,7 +14,7 @@ from jax import lax
 
 from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop.originals import jnp
-from jax_tilekern.ops.kernel.translation.linear_algebra import _matrix_rule as matrix_rule
+from jax_tilekern.ops.kernel.translation.linear_algebra import matrix_rule
 
 # Sweeps of matrices of float64 and of float32 converge quadratically, after about 8 and 6.
 _MAX_SWEEPS = 20

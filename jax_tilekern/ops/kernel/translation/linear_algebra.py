@@ -21,7 +21,7 @@ _MAX_SIZE = 16
 Rows = list[list[Any]]
 
 
-def _matrix_rule(
+def matrix_rule(
     name: str, cores: tuple[int, ...], parameters: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that makes a JAX function of matrices the rule of a primitive.
@@ -59,7 +59,7 @@ def _matrix(rows: Rows, shape: tuple[int, ...]) -> Any:
     return jnp.stack(elements).reshape(shape) if elements else jnp.zeros(shape)
 
 
-@_matrix_rule("cholesky", (2,))
+@matrix_rule("cholesky", (2,))
 def _cholesky(x: Any) -> Any:
     a, n = _rows(x), x.shape[0]
     zero = jnp.zeros((), x.dtype)
@@ -76,7 +76,7 @@ def _cholesky(x: Any) -> Any:
     return jnp.where(definite, _matrix(found, x.shape), jnp.nan).astype(x.dtype)
 
 
-@_matrix_rule("lu", (2,))
+@matrix_rule("lu", (2,))
 def _lu(x: Any) -> Any:
     a, (m, n) = _rows(x), x.shape
     order, pivots = [jnp.int32(i) for i in range(m)], []
@@ -103,7 +103,7 @@ def _exchanged(here: Any, row: list[Any], other: list[Any]) -> tuple[list[Any], 
     return [jnp.where(here, y, x) for x, y in pairs], [jnp.where(here, x, y) for x, y in pairs]
 
 
-@_matrix_rule("lu_pivots_to_permutation", (1,), "permutation_size")
+@matrix_rule("lu_pivots_to_permutation", (1,), "permutation_size")
 def _permutation(pivots: Any, *, permutation_size: int) -> Any:
     order = jnp.arange(permutation_size, dtype=pivots.dtype)
     for k in range(pivots.shape[0]):
@@ -113,7 +113,7 @@ def _permutation(pivots: Any, *, permutation_size: int) -> Any:
     return order
 
 
-@_matrix_rule("qr", (2,), "pivoting full_matrices use_magma")
+@matrix_rule("qr", (2,), "pivoting full_matrices use_magma")
 def _qr(x: Any, *, pivoting: bool, full_matrices: bool, **_: Any) -> Any:
     if pivoting:
         raise Untranslatable("no CUDA for qr with pivoting")
@@ -149,7 +149,7 @@ def _reflect(a: Rows, k: int, factor: Any, v: list[Any], columns: range) -> None
             row[j] = row[j] - factor * product * x
 
 
-@_matrix_rule("triangular_solve", (2, 2), "left_side lower transpose_a conjugate_a unit_diagonal")
+@matrix_rule("triangular_solve", (2, 2), "left_side lower transpose_a conjugate_a unit_diagonal")
 def _triangular_solve(
     a: Any,
     b: Any,
