@@ -17,10 +17,12 @@ from jax import lax
 import jax_tilekern as jtk
 from benchmarks import lane_libraries as libraries
 from benchmarks.programs import KERNELS, Program, program_command, relative
+from benchmarks.timing import short_times
 
 _GROUP = "`kernel` against `vmap`"
 _OF_LIBRARIES = "`kernel` of samplers and solvers against `vmap`"
 _WITH_ARRAYS = "`kernel` of arrays against `vmap`"
+_BY_COUNT = "`kernel` of few to many lanes against `vmap`"
 _STEP = 0.001
 _MAPS: dict[str, Callable[..., Any]] = {"ours": jtk.kernel, "XLA": jax.vmap}
 
@@ -144,7 +146,61 @@ def _series(lanes: int, steps: int) -> tuple[Any, Any]:
 
 
 # XLA's loops have thousands of launches.
-_program = functools.partial(Program, profiled=False)
+_program = functools.partial(Program, timing=short_times)
+
+
+def _model(rows: int, chains: int) -> tuple[Any, ...]:
+    data = jax.random.normal(jax.random.key(2), (rows, 8))
+    signs = jnp.where(data[:, 0] > jax.random.normal(jax.random.key(3), (rows,)), 1.0, -1.0)
+    return data, signs, jax.random.split(jax.random.key(4), chains)
+
+
+def _chains(steps: int, map_: Callable[..., Any]) -> Callable[..., Any]:
+    mapped: Callable[..., Any] = map_(functools.partial(_hmc, steps), in_axes=(None, None, 0))
+    return mapped
+
+
+def _keys(count: int) -> tuple[Any]:
+    return (jax.random.split(jax.random.key(6), count),)
+
+
+def _nuts(steps: int) -> Callable[[Any], Any]:
+    """Return blackjax' sampler of a normal distribution of two numbers."""
+    return functools.partial(libraries.blackjax_nuts, steps, lambda x: -0.5 * jnp.sum(x * x), 2)
+
+
+def _predators(count: int) -> tuple[Any, Any]:
+    start = jax.random.normal(jax.random.key(5), (count, 2))
+    return 2 + jnp.abs(start), jnp.array([1.1, 0.4, 0.4, 0.1])
+
+
+def _ends(map_: Callable[..., Any]) -> Callable[..., Any]:
+    mapped: Callable[..., Any] = map_(libraries.diffrax_trajectory, in_axes=(0, None))
+    return mapped
+
+
+def _by_count() -> Iterator[Program]:
+    """Yield programs of few to many lanes, for the figures of times."""
+    tiny = jax.default_backend() == "cpu"
+    rows, draws, steps = (20, 3, 3) if tiny else (200, 200, 100)
+    named = functools.partial(_program, group=_BY_COUNT)
+    for count in (2, 4) if tiny else (64, 512, 4096, 32768):
+        yield named(
+            f"chains of HMC, {rows} x 8 data: {count}",
+            functools.partial(_model, rows, count),
+            _sides(functools.partial(_chains, draws)),
+            errors=_differences_of_means,
+        )
+        if find_spec("diffrax"):
+            arguments = functools.partial(_predators, count)
+            yield named(f"trajectories of diffrax: {count}", arguments, _sides(_ends))
+        if find_spec("blackjax"):
+            yield named(
+                f"chains of blackjax NUTS: {count}",
+                functools.partial(_keys, count),
+                _sides(lambda map_: map_(_nuts(steps))),
+                errors=_differences_of_means,
+            )
 
 
 def _libraries() -> Iterator[Program]:
@@ -157,28 +213,18 @@ def _libraries() -> Iterator[Program]:
     def normal(*shape: int) -> Any:
         return jax.random.normal(jax.random.key(5), shape)
 
-    def keys(count: int) -> Any:
-        return (jax.random.split(jax.random.key(6), count),)
-
     if find_spec("diffrax"):
-
-        def starts() -> Any:
-            return 2 + jnp.abs(normal(lanes, 2)), jnp.array([1.1, 0.4, 0.4, 0.1])
-
-        def ends(map_: Callable[..., Any]) -> Callable[..., Any]:
-            mapped: Callable[..., Any] = map_(libraries.diffrax_trajectory, in_axes=(0, None))
-            return mapped
+        starts = functools.partial(_predators, lanes)
 
         def gradient(map_: Callable[..., Any]) -> Callable[..., Any]:
-            return jax.grad(lambda start, rates: jnp.sum(ends(map_)(start, rates) ** 2), 1)
+            return jax.grad(lambda start, rates: jnp.sum(_ends(map_)(start, rates) ** 2), 1)
 
-        yield named(f"diffrax, {lanes} trajectories", starts, _with_kernel(ends))
+        yield named(f"diffrax, {lanes} trajectories", starts, _with_kernel(_ends))
         yield named(f"gradient of {lanes} trajectories", starts, _with_kernel(gradient))
     chains, steps = (4, 3) if tiny else (1024, 100)
     if find_spec("blackjax"):
-        nuts = functools.partial(libraries.blackjax_nuts, steps, lambda x: -0.5 * jnp.sum(x * x), 2)
-        sides = _with_kernel(lambda map_: map_(nuts))
-        yield sampled(f"blackjax NUTS of {chains}", functools.partial(keys, chains), sides)
+        sides = _with_kernel(lambda map_: map_(_nuts(steps)))
+        yield sampled(f"blackjax NUTS of {chains}", functools.partial(_keys, chains), sides)
         data = normal(200, 8)
         logistic = functools.partial(
             libraries.blackjax_nuts,
@@ -188,11 +234,11 @@ def _libraries() -> Iterator[Program]:
         )
         sides = _with_threads(lambda map_: map_(logistic))
         name = f"blackjax NUTS of 200 x 8 data, {chains}"
-        yield sampled(name, functools.partial(keys, chains), sides)
+        yield sampled(name, functools.partial(_keys, chains), sides)
     if find_spec("numpyro"):
         schools = libraries.numpyro_eight_schools(steps // 4, steps)
         sides = _with_threads(lambda map_: map_(schools))
-        yield sampled(f"numpyro NUTS of {chains}", functools.partial(keys, chains), sides)
+        yield sampled(f"numpyro NUTS of {chains}", functools.partial(_keys, chains), sides)
     # Values alone: vectors have any sign.
     for name, values, size in (
         ("eigh", jnp.linalg.eigvalsh, 3), ("eigh", jnp.linalg.eigvalsh, 16),
@@ -269,16 +315,10 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     yield _program(f"Metropolis of {chains}", keys, sides, group=_GROUP)
 
     rows, chains, draws = (20, 4, 3) if tiny else (200, 1024, 200)
-
-    def model() -> tuple[Any, ...]:
-        data = jax.random.normal(jax.random.key(2), (rows, 8))
-        signs = jnp.where(data[:, 0] > jax.random.normal(jax.random.key(3), (rows,)), 1.0, -1.0)
-        return data, signs, jax.random.split(jax.random.key(4), chains)
-
     yield _program(
         f"HMC of {rows} x 8 data, {draws} steps of {chains}",
-        model,
-        _with_threads(lambda map_: map_(functools.partial(_hmc, draws), in_axes=(None, None, 0))),
+        functools.partial(_model, rows, chains),
+        _with_threads(functools.partial(_chains, draws)),
         contexts=_WITH_THREADS,
         # Chains that differ by roundings part; their means do not.
         errors=_differences_of_means,
@@ -302,6 +342,7 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         group=_GROUP,
     )
     yield from _libraries()
+    yield from _by_count()
 
 
 COMMAND = program_command("functions with loops as one kernel", _programs, 1.0)

@@ -32,6 +32,7 @@ from benchmarks.programs import (
     random_arrays,
     relative,
 )
+from benchmarks.timing import wall_times
 
 Struct = jax.ShapeDtypeStruct
 _CHECKED = 64
@@ -321,7 +322,7 @@ def _sharded_steps(parameters: Callable[[], Any], optax_muon: Any) -> Iterator[P
             f"step {title}",
             partial(_placed, parameters, sharding),
             {side: partial(step, x) for side, x in optimizers.items()},
-            _errors_of_first(partial(_step, optax_muon)), f"`muon` {title}", profiled=False,
+            _errors_of_first(partial(_step, optax_muon)), f"`muon` {title}", timing=wall_times,
         )  # fmt: skip
 
 

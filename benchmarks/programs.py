@@ -24,7 +24,7 @@ from benchmarks import record as records
 from benchmarks.measure import failure_of, free_bytes, temporary_bytes
 from benchmarks.record import Record
 from benchmarks.report import row_line
-from benchmarks.timing import times_of_sides
+from benchmarks.timing import Runs, Times, device_times
 from jax_tilekern.cli.console import output_file, size
 
 # An error that no margin is about.
@@ -88,9 +88,9 @@ class Program:
         The side that ours is compared with, where it has no failure.
     contexts
         By side, a context in which it is compiled.
-    profiled
-        Whether a GPU's times are the profiler's, which slows programs of thousands of launches and
-        is that of one GPU.
+    timing
+        Returns the times of compiled sides that make one call each. The profiler, which
+        ``device_times`` takes, slows programs of thousands of launches and is that of one GPU.
     margin
         How many times the peer's error ours may have; a result beyond it has no time.
     """
@@ -103,7 +103,7 @@ class Program:
     wide: bool = False
     peer: str = "XLA"
     contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] = field(default_factory=dict)
-    profiled: bool = True
+    timing: Callable[[Runs, float], Times] = device_times
     margin: float = math.inf
 
 
@@ -173,8 +173,9 @@ def measured(program: Program | CompiledProgram, seconds: float) -> Record:
         if peer and errors.get("ours", 0) > program.margin * errors.get(peer, 0) + _ROUNDING:
             return row | {"failure": f"error {errors['ours']:.1e}, {peer}'s {errors[peer]:.1e}"}
         runs = {name: functools.partial(side, *arguments) for name, side in sides.items()}
-        times = times_of_sides(runs, seconds, program.profiled).fields()
+        times = program.timing(runs, seconds).fields()
     more = {
+        "wall_seconds": times.get("wall_seconds"),
         "failures": failures,
         "kernels_of_sides": {
             side: x for side, x in found.kernels.items() if side in sides and x != of_ours

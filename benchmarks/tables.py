@@ -185,6 +185,7 @@ def start() -> Iterator[str]:
     values = {
         **{name: _speed(pattern) for name, pattern in _TEXTS["start"]["ratios"].items()},
         **{side: tokens for side, (_, tokens, _) in _mixture().items()},
+        **{x: _number(_row(*of)["ratio"]["XLA"]) for x, of in _TEXTS["start"]["rows"].items()},
         "segments": _mean_and_slower(_select(recorded(), "drawn at random$", "h200").ratio),
         "muon_of_two": _mean(_select(recorded(), "^`muon`", "h200x2").ratio),
         "products": _mean_and_slower(_select(drawn(), "^`matmul`", "h100").ratio),
@@ -217,18 +218,34 @@ def _mixture() -> dict[str, tuple[str, str, str]]:
 def story(name: str) -> Iterator[str]:
     """Yield the recorded times of a story, with temporaries, and links to the records."""
     texts = _TEXTS["stories"][name]
-    sides, records, cells = texts["sides"], {}, []
+    sides, cells = texts["sides"], []
+    records: dict[str, list[Record]] = {}
     for path, row_name, title in texts["rows"]:
-        records[path] = record(path)
-        (row,) = (x for x in records[path]["rows"] if x["name"] == row_name)
+        row = _row(path, row_name)
+        records.setdefault(path, []).append(row)
         ratio = row["ratio"].get("XLA")
         times = (_time_and_temporaries(row, side) for side in sides)
         cells.append((title, *times, _number(ratio) if ratio else "-"))
     yield from table((texts["call"], *sides.values(), "speedup"), cells)
     yield "\nTimes, with the memory of temporaries, from records:\n"
-    for path, found in records.items():
-        device = f"{found['device']}, jax {found['versions']['jax']}"
-        yield f"- [{device}](../../benchmarks/results/{path}.jsonl)"
+    for path, rows in records.items():
+        yield f"- {_source(path, rows, texts.get('root', '../..'))}"
+
+
+def _row(path: str, name: str) -> Record:
+    """Return the row of a record that has a name."""
+    rows: list[Record] = [row for row in record(path)["rows"] if row["name"] == name]
+    (found,) = rows
+    return found
+
+
+def _source(path: str, rows: list[Record], root: str) -> str:
+    """Return a link to a record from a page, with the methods by which some rows are timed."""
+    found = record(path)
+    methods = [x.partition(":")[0] for row in rows for x in row.get("method", "").split("; ")]
+    device = f"{found['device']}, jax {found['versions']['jax']}"
+    link = f"[{device}]({root}/benchmarks/results/{path}.jsonl)"
+    return ": ".join(filter(None, [link, ", ".join(dict.fromkeys(methods))]))
 
 
 def _time_and_temporaries(row: Record, side: str) -> str:
@@ -265,6 +282,19 @@ def segments() -> Iterator[str]:
         for row in found["rows"] if not row["group"].endswith("drawn at random")
     )  # fmt: skip
     yield from table(("call", "ours", "XLA", "XLA / ours"), cells)
+
+
+def lanes() -> Iterator[str]:
+    """Yield a table of each call of ``kernel`` that an H200 has measured."""
+    path = "h200/jax_kernel"
+    rows = record(path)["rows"]
+    cells = (
+        (row["name"], *(duration(row["seconds"][x]) for x in ("XLA", "ours")),
+         _number(row["ratio"]["XLA"]))
+        for row in rows
+    )  # fmt: skip
+    yield from table(("call", "`jax.vmap`", "`jtk.kernel`", "speedup"), cells)
+    yield f"\n{_source(path, rows, '..')}"
 
 
 def tests() -> Iterator[str]:
@@ -361,8 +391,8 @@ def times(ladder: str) -> Iterator[str]:
 _TABLES: Mapping[str, Callable[..., Iterator[str]]] = {
     query.__name__: query
     for query in (
-        devices, first, fp8, ideas, mixture, operations, policy, primitives, random, segments,
-        speed, start, story, tests, times,
+        devices, first, fp8, ideas, lanes, mixture, operations, policy, primitives, random,
+        segments, speed, start, story, tests, times,
     )
 }  # fmt: skip
 
@@ -396,5 +426,5 @@ def _overview() -> Iterator[tuple[str, pd.Series[float]]]:
 
 def _muon_step(path: str, name: str) -> dict[str, float]:
     """Return the seconds of a row of a record by the sides' titles."""
-    (found,) = (row["seconds"] for row in record(path)["rows"] if row["name"] == name)
+    found = _row(path, name)["seconds"]
     return {title: found[x] for x, title in _TEXTS["muon_sides"].items() if x in found}

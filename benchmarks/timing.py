@@ -16,6 +16,8 @@ from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
 
 _ROUNDS = 5
 _MOST_CALLS = 20
+# The longest call, in seconds, that the host's work for a call may hide.
+_SHORT_CALL = 1e-3
 # What the operands of the rows of one profile may take.
 PROFILE_BYTES = 12 << 30
 
@@ -85,22 +87,38 @@ def of_blocks(found: Sequence[CallBlock], calls: Mapping[str, int]) -> Times:
     )
 
 
-def times_of_sides(runs: Runs, seconds: float, profiled: bool = True) -> Times:
-    """Return the times of sides.
-
-    Parameters
-    ----------
-    runs
-        Functions by side that make one call each; compiled.
-    seconds
-        Time to spend.
-    profiled
-        Whether a GPU's times are the profiler's. It makes a call of thousands of launches several
-        times as long, so such calls have wall times.
-    """
-    if not profiled or jax.default_backend() == "cpu":
-        return _wall_times(_sides(runs, seconds, _ROUNDS, _MOST_CALLS), _ROUNDS)
+def device_times(runs: Runs, seconds: float) -> Times:
+    """Return the device times of compiled sides that make one call each; wall times on a CPU."""
+    if jax.default_backend() == "cpu":
+        return wall_times(runs, seconds)
     return times_of_rows([runs], seconds)[0]
+
+
+def wall_times(runs: Runs, seconds: float) -> Times:
+    """Return the wall times of compiled sides that make one call each."""
+    return _wall_times(_sides(runs, seconds, _ROUNDS, _MOST_CALLS), _ROUNDS)
+
+
+def short_times(runs: Runs, seconds: float) -> Times:
+    """Return wall times, and device times of the sides whose call takes at most a millisecond.
+
+    The host takes tens of microseconds for each call, which may be longer than the kernel. The
+    profiler slows programs of many launches, so a device time counts only below the wall time.
+    """
+    wall = wall_times(runs, seconds)
+    short = {name: run for name, run in runs.items() if wall.medians()[name] <= _SHORT_CALL}
+    if not short or jax.default_backend() == "cpu":
+        return wall
+    profiled = times_of_rows([short], seconds)[0]
+    spans = {
+        name: times
+        for name, times in profiled.device.items()
+        if profiled.medians()[name] < wall.medians()[name]
+    }
+    if not spans:
+        return wall
+    method = f"{wall.method}; {profiled.method}: {', '.join(spans)}"
+    return Times({**wall.device, **spans}, wall.device, method)
 
 
 def times_of_rows(

@@ -28,7 +28,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.measure import bandwidths
 from benchmarks.record import Record
 from benchmarks.report import table
-from benchmarks.timing import times_of_sides
+from benchmarks.timing import device_times
 from jax_tilekern.cli.console import duration, output_file, rate
 from jax_tilekern.compilation.nvrtc import CompileError, nvrtc
 from jax_tilekern.inspection.kernel_report import KernelReport
@@ -376,7 +376,7 @@ def _time(problem: Problem, rows: Mapping[str, Record], seconds: float) -> None:
                 wall_seconds(to_end) for _ in range(_HOST_RUNS)
             )
     if on_device:
-        found = times_of_sides(on_device, seconds)
+        found = device_times(on_device, seconds)
         for name, median in found.medians().items():
             rows[name] |= {"seconds": median, "method": found.method}
 
