@@ -116,20 +116,16 @@ def test_every_pass_stays_inside_the_operands(product, side):
     assert first.chunks * first.chunk_k >= first.k
     assert (first.chunks - 1) * first.chunk_k < first.k
     assert first.ctas < 2**31
-    # Loads are vectors of adjacent elements. Every distance between those of columns is a multiple
-    # of them, as is every difference of the distances between rows of both operands.
+    # Loads are vectors of adjacent elements, and every distance between them is a multiple.
     *batch, output, k = first.lhs_strides
     if first.columns and first.vector > 1:
         assert output == 1
         steps = (*batch, first.outputs, k if first.k > 1 else 0)
         assert not any(step % first.vector for step in steps)
     if not first.columns:
-        assert k == 1
-        assert min(first.k, 2 * first.vector - 2) <= first.lanes
-    if first.factor > 1:
-        assert first.rhs_strides[-1] == 1
-        steps = [x - y for x, y in zip(batch, first.rhs_strides[:-1], strict=True)]
-        assert not any(step % first.factor for step in (*steps, output * (first.outputs > 1)))
+        assert k == first.rhs_strides[-1] == 1
+        steps = (*batch, *first.rhs_strides[:-1], output * (first.outputs > 1), first.k)
+        assert not any(step % first.vector for step in (*steps, first.chunk_k))
     for later in rest:
         assert later.rhs_strides is None
         assert later.k == first.chunks

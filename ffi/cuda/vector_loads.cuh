@@ -77,13 +77,6 @@ inline Sum element(const Bits<kBytes>& bits, int i) {
   }
 }
 
-// Loads a single element.
-template <typename T, typename Sum>
-inline Sum load_element(const T* address) {
-  constexpr int kSize = static_cast<int>(sizeof(T));
-  return element<T, Sum>(load_reused<kSize>(address), 0);
-}
-
 // Rounds a sum to the type of the output.
 template <typename Out, typename Sum>
 inline Out rounded(Sum sum) {

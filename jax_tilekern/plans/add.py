@@ -50,12 +50,11 @@ class AddedDims(NamedTuple):
 
 
 def _row_major(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a dense array, 0 for dimensions of size 1."""
+    """Return strides in elements, 0 for dimensions of size 1."""
     return [0 if size == 1 else math.prod(shape[i + 1 :]) for i, size in enumerate(shape)]
 
 
 def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan and compile a sum of two arrays of one type."""
     if current_policy() != "kernels":
         return NoKernel("XLA fuses an addition with what surrounds it")
     elements, unused = math.prod(dims.sizes), _MAX_DIMS - len(dims.sizes)
@@ -67,10 +66,8 @@ def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | No
         *(*(1,) * unused, *dims.sizes),
         elements,
     )
-    # A vector of a thread may lie in two rows, but then it is added element by element.
-    vector, row = VECTOR_BYTES // dtype.itemsize, dims.sizes[-1]
-    if row < 4 * vector:
-        vector = math.gcd(vector, row)
+    # The vector of a thread lies in one row.
+    vector = math.gcd(VECTOR_BYTES // dtype.itemsize, dims.sizes[-1])
     kernel = add_kernel(dtype, vector)
     launch = Launch(
         entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
@@ -82,7 +79,7 @@ def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | No
         name=f"add {dtype}",
         gpu=gpu,
         launches=(launch,),
-        alignments=(dtype.itemsize, dtype.itemsize, vector * dtype.itemsize),
+        alignments=(vector * dtype.itemsize,) * 3,
         reason=str(dims),
     )
 

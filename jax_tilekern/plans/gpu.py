@@ -244,3 +244,8 @@ def _visible_gpu() -> Gpu | str:
         return f"GPUs of several architectures are visible: {names}; CUDA_VISIBLE_DEVICES picks"
     # Same architecture, different size: a plan for the smallest is right on all.
     return min(models, key=lambda gpu: (gpu.shared_memory_bytes, gpu.sm_count, gpu.name))
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not less than a number."""
+    return 1 << (number - 1).bit_length()

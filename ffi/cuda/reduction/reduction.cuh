@@ -10,11 +10,8 @@ inline constexpr int kReductionThreads = 256;
 
 // Compile-time choices; `ReductionPass` in `plans/reduction/passes.py` makes them.
 struct ReductionConfig {
-  // Bytes per load of lhs, whose elements are adjacent. Every address of columns is a multiple of
-  // it; rows may start anywhere.
+  // Bytes per load of lhs, whose elements are adjacent. Every address is a multiple of it.
   int vector_bytes;
-  // Bytes per load of rhs.
-  int factor_bytes;
   // Whether adjacent elements are those of adjacent outputs, or of adjacent k.
   bool columns;
   // Whether lhs is multiplied by rhs; otherwise rhs is not read.
@@ -46,8 +43,7 @@ struct ReductionShape {
 };
 
 // Threads form a matrix, of which rows read adjacent vectors. Those that share an output add up
-// their parts of k by a tree, within a warp by shuffles if they are adjacent, and otherwise in
-// shared memory. So the order of additions is always the same.
+// their parts of k by a tree in shared memory, so the order of additions is always the same.
 template <typename T, typename Sum, typename Out, ReductionConfig config>
 __global__ void __launch_bounds__(kReductionThreads, 3)
     reduce(const T* lhs, const T* rhs, Out* out, const __grid_constant__ ReductionShape shape) {
@@ -55,10 +51,7 @@ __global__ void __launch_bounds__(kReductionThreads, 3)
   constexpr int kVector = kBytes / static_cast<int>(sizeof(T));
   constexpr int kOutputs = config.columns ? kVector : 1;
   constexpr int kLoadK = config.columns ? 1 : kVector;
-  constexpr int kSize = static_cast<int>(sizeof(T));
-  constexpr int kFactorBytes = config.factor_bytes;
-  // Rows share rhs, and one that is aligned unlike them is read by element, from L1.
-  constexpr bool kFactorElements = config.products && !config.columns && kFactorBytes < kBytes;
+  constexpr int kFactorBytes = kLoadK * static_cast<int>(sizeof(T));
   constexpr int kUnroll = kBytes > 4 ? 4 : 8;
   const uint32 thread = threadIdx.x;
   const uint32 lanes = 1u << shape.log2_lanes, lane = thread % lanes;
@@ -90,23 +83,7 @@ __global__ void __launch_bounds__(kReductionThreads, 3)
   out += chunk * shape.out_chunk;
 
   Sum sums[kVector] = {};
-  // Whole vectors of a row lie between its first and last elements, of which a thread has one.
-  uint32 head = 0;
-  if constexpr (!config.columns) {
-    const uint32 before = -static_cast<uint32>(reinterpret_cast<uint64>(lhs)) % kBytes / kSize;
-    head = min_of(before, count);
-  }
-  const uint32 loads = (count - head) / kLoadK;
-  Bits<kSize> end_value = {}, end_factor = {};
-  if constexpr (!config.columns) {
-    if (part < count - loads * kLoadK) {
-      const uint32 k = part < head ? part : part + loads * kLoadK;
-      end_value = load_reused<kSize>(lhs + k);
-      if constexpr (config.products) end_factor = load_reused<kSize>(rhs + k);
-    }
-    lhs += head;
-    rhs += head;
-  }
+  const uint32 loads = count / kLoadK;
   for (uint32 first = part; first < loads; first += kUnroll * sharing) {
     // Loads that are in flight at once; zeros after the last one.
     Bits<kBytes> values[kUnroll] = {};
@@ -117,42 +94,25 @@ __global__ void __launch_bounds__(kReductionThreads, 3)
       if (load >= loads) break;
       const int64 k = static_cast<int64>(load) * kLoadK;
       values[i] = load_once<kBytes>(lhs + k * shape.lhs_k);
-      if constexpr (config.products && !kFactorElements) {
-        factors[i] = load_reused<kFactorBytes>(rhs + k * shape.rhs_k);
-      }
+      if constexpr (config.products) factors[i] = load_reused<kFactorBytes>(rhs + k * shape.rhs_k);
     }
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      const uint32 load = first + i * sharing;
-      if (kFactorElements && load >= loads) break;
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         const Sum value = element<T, Sum>(values[i], j);
-        if constexpr (kFactorElements) {
-          sums[j] += value * load_element<T, Sum>(rhs + static_cast<int64>(load) * kLoadK + j);
-        } else if constexpr (config.products) {
-          sums[j] += value * element<T, Sum>(factors[i], config.columns ? 0 : j);
-        } else {
-          sums[j] += value;
-        }
+        sums[j] += config.products ? value * element<T, Sum>(factors[i], j % kLoadK) : value;
       }
     }
   }
-  if constexpr (!config.columns) {
-    const Sum end = element<T, Sum>(end_value, 0);
-    sums[0] += config.products ? end * element<T, Sum>(end_factor, 0) : end;
 #pragma unroll
-    for (int j = 1; j < kVector; ++j) sums[0] += sums[j];
-    for (uint32 half = min_of(sharing, 32u) / 2; half > 0; half /= 2) {
-      sums[0] += __shfl_xor_sync(0xffffffff, sums[0], half);
-    }
-  }
+  for (int j = kOutputs; j < kVector; ++j) sums[0] += sums[j];
 
   // An array for each of a thread's outputs, so that threads access different banks.
   __shared__ Sum shared[kOutputs][kReductionThreads];
 #pragma unroll
   for (int j = 0; j < kOutputs; ++j) shared[j][thread] = sums[j];
-  for (uint32 half = sharing / 2; half >= (config.columns ? 1 : 32); half /= 2) {
+  for (uint32 half = sharing / 2; half > 0; half /= 2) {
     __syncthreads();
     if (part < half) {
       const uint32 other = thread + half * (config.columns ? lanes : 1);

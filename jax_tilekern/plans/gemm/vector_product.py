@@ -1,8 +1,4 @@
-"""The kernel for products of a matrix and a vector, and of two vectors.
-
-Such a product is bound by reading its matrix once, so it is a
-:class:`~jax_tilekern.plans.reduction.problem.Reduction` and does not use tensor cores.
-"""
+"""Products of a matrix and a vector, and of two vectors: reductions, bound by reading a matrix."""
 
 from __future__ import annotations
 
@@ -18,15 +14,8 @@ from jax_tilekern.plans.reduction.problem import Reduction
 _F32, _F64, _UINT32 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint32)
 
 # Accumulator types. Plain float32 is more accurate than TF32, and memory remains the limit.
-SUM_DTYPES: dict[str, np.dtype[Any]] = {
-    "tf32": _F32,
-    "f32": _F32,
-    "f32_emulated": _F32,
-    "f64": _F64,
-    "bf16": _F32,
-    "f16": _F32,
-    "int8": _UINT32,
-}
+SUM_DTYPES: dict[str, np.dtype[Any]] = {"f64": _F64, "int8": _UINT32}
+SUM_DTYPES |= dict.fromkeys(("tf32", "f32", "f32_emulated", "bf16", "f16"), _F32)
 
 
 def vector_product_candidate(product: Product, gpu: Gpu) -> ReductionCandidate | None:
@@ -39,16 +28,14 @@ def vector_product_candidate(product: Product, gpu: Gpu) -> ReductionCandidate |
     *rhs_batch, rhs_k, rhs_n = geometry.rhs_strides
     *out_batch, out_m, out_n = geometry.out_strides
     swapped = geometry.n > 1
-    if swapped:
-        matrix, vector = (*rhs_batch, rhs_n, rhs_k), (*lhs_batch, lhs_k)
-    else:
-        matrix, vector = (*lhs_batch, lhs_m, lhs_k), (*rhs_batch, rhs_k)
+    lhs, rhs = (*lhs_batch, lhs_m, lhs_k), (*rhs_batch, rhs_n, rhs_k)
+    matrix, (*vector_batch, _, vector_k) = (rhs, lhs) if swapped else (lhs, rhs)
     reduction = Reduction(
         geometry.batch,
         outputs=max(geometry.m, geometry.n),
         k=geometry.k,
         lhs_strides=matrix,
-        rhs_strides=vector,
+        rhs_strides=(*vector_batch, vector_k),
         out_strides=(*out_batch, out_n if swapped else out_m),
         dtype=product.lhs_dtype,
         sum_dtype=sum_dtype,

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import Gpu, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 
 _FILE = "grouped_gemm/expert_rows.cuh"
@@ -62,7 +62,7 @@ class ExpertRows:
     @property
     def lanes(self) -> int:
         """Threads side by side on a row."""
-        return min(_WARP, 1 << (self.vectors - 1).bit_length())
+        return min(_WARP, power_of_two(self.vectors))
 
     def shape(self) -> Scalars:
         """Return the sizes as the kernels take them."""

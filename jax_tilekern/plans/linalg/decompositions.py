@@ -11,9 +11,8 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import Gpu, power_of_two
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel, Scalars
-from jax_tilekern.plans.linalg.small_matrices import power_of_two
 from jax_tilekern.plans.policy import current_policy
 
 _WARP = 32

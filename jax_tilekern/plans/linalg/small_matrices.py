@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import Gpu, power_of_two
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 
 # Element types and the maximum size of kernels, on every platform.
@@ -177,8 +177,3 @@ def _plan(
         alignments=alignments,
         reason=f"{matrices.count} matrices, {lanes} each",
     )
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not less than a number."""
-    return 1 << (number - 1).bit_length()

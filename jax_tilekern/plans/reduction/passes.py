@@ -33,7 +33,6 @@ class ReductionCandidate(CostedCandidate):
         return f"reduction of {'columns' if self.passes[0].columns else 'rows'}"
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
-        """Compile it."""
         first, *rest = self.passes
         compiled = compile_kernels(*dict.fromkeys(p.kernel for p in self.passes), arch=gpu.arch)
         count = 1 if first.rhs_strides is None else 2
@@ -63,7 +62,9 @@ def reduction_candidate(
     if whole.columns and whole.k > 1 and whole.outputs > 1 and whole.lhs_strides[-2] != 1:
         return None
     passes: tuple[Reduction, ...] = (whole,)
-    cycles = gpu.rates.launch_cycles + whole.bytes / gpu.rates.memory_bandwidth
+    # Loads of fewer bytes than these take as long. For columns, the recorded times say so.
+    narrow = 1 if whole.columns else max(1, 4 / (whole.vector * whole.dtype.itemsize))
+    cycles = gpu.rates.launch_cycles + narrow * whole.bytes / gpu.rates.memory_bandwidth
     chunks = min(_CTAS_PER_SM * gpu.sm_count // whole.ctas, whole.k // (whole.k_step * _MIN_LOADS))
     few = gpu.sm_count * (_EVEN_CTAS_PER_SM if whole.bytes >= _MANY_BYTES else 1)
     if whole.ctas < few and whole.bytes >= _MIN_BYTES and chunks > 1:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,13 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, distinct_matrices
-from jax_tilekern.plans.gpu import VECTOR_BYTES, WARP
+from jax_tilekern.plans.gpu import VECTOR_BYTES, WARP, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 
 _Dtype = np.dtype[Any]
 THREADS = 256
-# Bytes that loads of all threads, one each, have at least, and the most threads that this takes.
-_LOADED_BYTES, _MANY_THREADS = 2**20, 2**18
+# Bytes that loads of all threads, one each, have at least.
+_LOADED_BYTES = 2**20
 _MAX_LINES = 16
 
 
@@ -32,17 +33,10 @@ class SummedDims(NamedTuple):
     @classmethod
     def of(cls, shape: Sequence[int], axes: Collection[int]) -> SummedDims:
         """Merge neighbours that are both summed over or both kept, and drop sizes of 1."""
-        sizes: list[int] = []
-        reduced: list[bool] = []
-        for axis, size in enumerate(shape):
-            if size == 1:
-                continue
-            if reduced and reduced[-1] == (axis in axes):
-                sizes[-1] *= size
-            else:
-                sizes.append(size)
-                reduced.append(axis in axes)
-        return cls(tuple(sizes), tuple(reduced))
+        dims = [axis for axis, size in enumerate(shape) if size != 1]
+        runs = [(is_reduced, [*run]) for is_reduced, run in groupby(dims, lambda x: x in axes)]
+        sizes = (math.prod(shape[axis] for axis in run) for _, run in runs)
+        return cls(tuple(sizes), tuple(is_reduced for is_reduced, _ in runs))
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,6 @@ class Reduction:
 
     @property
     def results(self) -> int:
-        """Number of sums."""
         return math.prod(self.batch) * self.outputs
 
     @property
@@ -84,23 +77,13 @@ class Reduction:
 
     @property
     def vector(self) -> int:
-        """Elements of a load of ``lhs``: 16 bytes of a row, or what divides steps of columns."""
+        """Elements of a load: up to 16 bytes that divide rows or columns and all steps."""
         *batch, output, k = self.lhs_strides
-        most = VECTOR_BYTES // self.dtype.itemsize
-        if not self.columns:
-            return most
-        steps = [*batch, k if self.k > 1 else 0, self.outputs if output == 1 else 1]
-        return math.gcd(most, *steps)
-
-    @property
-    def factor(self) -> int:
-        """Elements of a load of ``rhs``: a vector if rows of both are as far from alignment."""
-        if self.columns or self.rhs_strides is None:
-            return 1
-        *lhs_batch, output, _ = self.lhs_strides
-        steps = [x - y for x, y in zip(lhs_batch, self.rhs_strides[:-1], strict=True)]
-        steps += [output] if self.outputs > 1 else []
-        return 1 if any(step % self.vector for step in steps) else self.vector
+        if self.columns:
+            steps = [k if self.k > 1 else 0, self.outputs if output == 1 else 1]
+        else:
+            steps = [output if self.outputs > 1 else 0, self.k, *(self.rhs_strides or ())[:-1]]
+        return math.gcd(VECTOR_BYTES // self.dtype.itemsize, *batch, *steps)
 
     @property
     def slots(self) -> int:
@@ -112,18 +95,14 @@ class Reduction:
         """Threads side by side along the dimension of loads."""
         load_bytes = self.vector * self.dtype.itemsize
         unroll = 4 if load_bytes > 4 else 8
-        wanted = min(_MANY_THREADS, _LOADED_BYTES // load_bytes)
+        wanted = _LOADED_BYTES // max(4, load_bytes)
         # More threads share k, as long as their loads are in flight together, if slots are few.
-        loads = self.k if self.columns else math.ceil(self.k / self.vector)
-        sharing = min(
-            _power_of_two(math.ceil(loads / unroll)), _power_of_two(math.ceil(wanted / self.slots))
-        )
+        loads = self.k if self.columns else self.k // self.vector
+        sharing = power_of_two(math.ceil(min(loads / unroll, wanted / self.slots)))
         if self.columns:
-            return min(THREADS // min(sharing, _MAX_LINES), _power_of_two(self.slots))
-        # A lane has one of the elements before and after whole vectors. Long rows take a warp.
-        ends = _power_of_two(min(self.k, 2 * self.vector))
-        warp = min(WARP, _power_of_two(math.ceil(loads / 8)))
-        return min(THREADS, max(sharing, ends, warp))
+            return min(THREADS // min(sharing, _MAX_LINES), power_of_two(self.slots))
+        # Long rows take a warp.
+        return min(THREADS, max(sharing, min(WARP, power_of_two(math.ceil(loads / 8)))))
 
     @property
     def k_step(self) -> int:
@@ -143,11 +122,9 @@ class Reduction:
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel to compile."""
         config = cxx_config(
             "ReductionConfig",
             vector_bytes=self.vector * self.dtype.itemsize,
-            factor_bytes=self.factor * self.dtype.itemsize,
             columns=self.columns,
             products=self.rhs_strides is not None,
         )
@@ -155,10 +132,7 @@ class Reduction:
         return Kernel("reduction/reduction.cuh", f"tilekern::reduce<{types}, {config}>")
 
     def partial(self, chunks: int) -> tuple[Reduction, Reduction]:
-        """Return the reduction to partial sums of chunks of ``k``, and that of the partial sums.
-
-        The partial sums of a chunk are dense, and follow those of the chunk before.
-        """
+        """Return the reduction to dense partial sums of chunks of ``k``, and that of these."""
         sizes = (*self.batch, self.outputs)
         dense = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
         first = dataclasses.replace(
@@ -174,7 +148,6 @@ class Reduction:
         return first, second
 
     def launch(self, compiled: Compiled, *buffers: Buffer) -> Launch:
-        """Return the launch, given what ``kernel`` was compiled to, and the buffers."""
         missing = MAX_BATCH_DIMS - len(self.batch)
         rhs_strides = self.rhs_strides or (0,) * (len(self.batch) + 1)
         batches = self.lhs_strides[:-2], rhs_strides[:-1], self.out_strides[:-1]
@@ -200,7 +173,3 @@ class Reduction:
             block=(THREADS, 1, 1),
             parameters=(*buffers, shape),
         )
-
-
-def _power_of_two(size: int) -> int:
-    return int(1 << (size - 1).bit_length())

@@ -18,7 +18,7 @@ from jax_tilekern.plans.reduction.problem import Reduction, SummedDims
 _Dtype = np.dtype[Any]
 
 _F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
-_NARROW_FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+_FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), _F32, _F64)
 # By the real type of their parts.
 _COMPLEX: dict[_Dtype, _Dtype] = {np.dtype(np.complex64): _F32, np.dtype(np.complex128): _F64}
 
@@ -30,11 +30,9 @@ def sum_dtype(dtype: _Dtype, out_dtype: _Dtype) -> _Dtype | None:
     """
     if dtype in _COMPLEX:
         return _COMPLEX[dtype] if dtype == out_dtype else None
-    narrow = (*_NARROW_FLOATS, _F32)
-    if out_dtype in narrow:
-        return _F32 if dtype in narrow else None
-    if out_dtype == _F64:
-        return _F64 if dtype in (*narrow, _F64) else None
+    if out_dtype in _FLOATS:
+        total = _F64 if out_dtype == _F64 else _F32
+        return total if dtype in _FLOATS and dtype.itemsize <= total.itemsize else None
     if dtype.kind in "iub" and out_dtype.kind in "iu":
         # The type's own, as unsigned sums wrap; 4-bit integers have another kind.
         return np.dtype(np.uint64 if out_dtype.itemsize == 8 else np.uint32)

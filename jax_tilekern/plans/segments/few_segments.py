@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import RESERVED_SHARED_BYTES, Gpu
+from jax_tilekern.plans.gpu import RESERVED_SHARED_BYTES, Gpu, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars, overlapping
 from jax_tilekern.plans.segments.map_text import SegmentMap
 from jax_tilekern.plans.segments.problem import CXX_REDUCTIONS, SegmentReduction
@@ -42,7 +42,7 @@ class FewSegments:
     def lanes(self) -> int:
         """Threads side by side on a row."""
         vectors = self.reduction.columns // self.vector
-        return min(self.threads, 1 << (vectors - 1).bit_length())
+        return min(self.threads, power_of_two(vectors))
 
     @property
     def tiles(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import VECTOR_BYTES, WARP
+from jax_tilekern.plans.gpu import VECTOR_BYTES, WARP, power_of_two
 
 Combiner = Literal["sum", "prod", "max", "min"]
 
@@ -85,7 +85,7 @@ class SegmentReduction:
     def lanes(self) -> int:
         """Threads of a warp that are side by side on a row."""
         vectors = self.columns // self.vector
-        return min(WARP, 1 << (vectors - 1).bit_length())
+        return min(WARP, power_of_two(vectors))
 
     @property
     def tiles(self) -> int:

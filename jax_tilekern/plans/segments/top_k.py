@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import WARP, Gpu
+from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 
 _THREADS = 128
@@ -48,7 +48,7 @@ def plan_top_k(problem: TopK, gpu: Gpu) -> LaunchPlan | NoKernel:
         return NoKernel(f"{rows} rows")
     # A warp to a row where its lanes hold the row in few registers.
     warps = 1 if columns <= WARP * 16 else _THREADS // WARP
-    items = 1 << (math.ceil(columns / (WARP * warps)) - 1).bit_length()
+    items = power_of_two(math.ceil(columns / (WARP * warps)))
     kernel = Kernel("segments/top_k.cuh", f"tilekern::top_k<{CXX_TYPES[dtype]}, {items}, {warps}>")
     compiled = compile_kernels(kernel, arch=gpu.arch)
     sizes = (Scalars.pack("I", size) for size in (rows, columns, k))

@@ -57,7 +57,6 @@ class Permutation:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the array."""
         return math.prod(self.sizes) * self.itemsize
 
     @property

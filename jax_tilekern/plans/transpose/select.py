@@ -1,9 +1,4 @@
-"""The plan for transposes on CUDA (``transpose/transpose.cuh``).
-
-In the kernel, the dimension that is innermost in the source numbers *columns*, the one that is
-innermost in the result numbers *rows*, and all others are *outer*. A permutation that keeps the
-innermost dimension has no rows, and is XLA's.
-"""
+"""The plan for transposes on CUDA, in the terms of ``transpose/transpose.cuh``."""
 
 from __future__ import annotations
 
@@ -35,7 +30,6 @@ class TransposeCandidate(Candidate):
 
     @property
     def key(self) -> str:
-        """The tile."""
         return "tiles {}x{}".format(*self.tile)
 
     @property
@@ -70,13 +64,11 @@ class TransposeCandidate(Candidate):
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel to compile."""
         aligned = str(self.permutation.row_bytes % VECTOR_BYTES == 0).lower()
         name = f"tilekern::transpose_tiles<{self.permutation.itemsize}, {aligned}>"
         return Kernel("transpose/transpose.cuh", name)
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
-        """Compile it."""
         permutation, itemsize = self.permutation, self.permutation.itemsize
         row, column = permutation.order[-1], len(permutation.order) - 1
         outer = [dim for dim in permutation.order if dim not in (row, column)]

@@ -12,7 +12,7 @@ from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.candidates import refusal
 from jax_tilekern.plans.gemm.small.config import FRAGMENT_M, FRAGMENT_N, SmallInstance, SmallTile
 from jax_tilekern.plans.gemm.small.cost import small_cycles
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import Gpu, power_of_two
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel
 
 # 8-bit floats that are promoted have no kernel here, but those that are widened need none.
@@ -116,21 +116,16 @@ def _tiles(product: Product, sm_count: int) -> Iterator[SmallTile]:
             if tile_n < min(all_n, _FRAGMENTS_N[-1]) and ctas >= _CTAS_OF_AN_SM * sm_count:
                 continue
             for warps in _WARPS:
-                warps_m = min(_power_of_two(math.ceil(tile_m / 2)), warps)
+                warps_m = min(power_of_two(math.ceil(tile_m / 2)), warps)
                 fragments_m = math.ceil(tile_m / warps_m)
                 least_n = math.ceil(tile_n / max(most // fragments_m, 1))
-                warps_n = min(_power_of_two(least_n), warps // warps_m)
+                warps_n = min(power_of_two(least_n), warps // warps_m)
                 fragments_n = math.ceil(tile_n / warps_n)
-                warps_k = min(warps // (warps_m * warps_n), _power_of_two(steps))
+                warps_k = min(warps // (warps_m * warps_n), power_of_two(steps))
                 if fragments_m * fragments_n <= most:
                     tile = SmallTile(fragments_m, fragments_n, warps_m, warps_n, warps_k)
                     found[tile] = None
     yield from found
-
-
-def _power_of_two(least: int) -> int:
-    """Return the least power of two that is not below."""
-    return 1 << (least - 1).bit_length()
 
 
 SMALL = Family(_ARITHMETICS, small_candidates)

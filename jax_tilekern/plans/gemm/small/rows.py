@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gpu import VECTOR_BYTES
+from jax_tilekern.plans.gpu import VECTOR_BYTES, power_of_two
 
 # Rows at multiples of this many bytes put the same element of all of them on few banks of shared
 # memory; and those across k of which a lane reads groups of 8.
@@ -114,7 +114,7 @@ class Rows:
         """The threads that copy a row, a power of two."""
         if self.flat or self.count == 1:
             return self.threads
-        return min(1 << (self.vectors - 1).bit_length(), self.threads)
+        return min(power_of_two(self.vectors), self.threads)
 
     @property
     def cxx_config(self) -> str:
