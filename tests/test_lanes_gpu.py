@@ -29,8 +29,8 @@ def test_is_vmap(name, threads, monkeypatch):
     theirs, _ = mapped_by(TABLE[name], jax.vmap)
     with jtk.strict():
         found = jax.jit(ours)(*args)
-    # XLA's products of int8 are wrong on GPUs at some sizes.
-    where = jax.devices("cpu")[0] if name == "mixed_products" else None
+    # On GPUs, XLA's products of int8 are wrong at some sizes, and NaN spreads less in its spectra.
+    where = jax.devices("cpu")[0] if name in ("mixed_products", "spectra") else None
     with jax.default_device(where):
         wanted = raw(jax.jit(theirs)(*args))
     assert_close(raw(found), wanted)

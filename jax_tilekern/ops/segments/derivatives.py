@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.epilogue.scalars import evaluated as evaluated_on_scalars
@@ -40,10 +40,10 @@ def jvp(
 ) -> tuple[Any, Any]:
     """Return the reduction and its tangent; elements that are the extremum share its tangent."""
     read = EdgeOperands.of(primals, call)
-    result = reduce(read, call)
     count = len(read.arrays)
     moving = [i for i in range(count) if type(tangents[i]) is not ad.Zero]
     if not moving or not jnp.issubdtype(call.dtype, jnp.inexact):
+        result = reduce(read, call)
         return result, compat.zero_tangent(result)
     if call.reduction == "prod":
         raise NotImplementedError(
@@ -52,7 +52,7 @@ def jvp(
         )
     given = tuple(tangents[i] for i in moving)
     if call.reduction == "sum" and call.function is None:
-        return result, reduce(read._replace(arrays=given), call)
+        return reduce(read, call), reduce(read._replace(arrays=given), call)
     evaluated = _evaluated(call.function)
 
     def tangent(*scalars: Any) -> Any:
@@ -60,44 +60,57 @@ def jvp(
         changes = [compat.zero_tangent(x) for x in values]
         for i, change in zip(moving, scalars[-len(moving) :], strict=True):
             changes[i] = change
-        value, change = jvp_of(evaluated, values, changes)
+        change = jvp_of(evaluated, values, changes)[1]
         if call.reduction == "sum":
             return change
-        return jnp.where(value.astype(call.dtype) == scalars[count], change, jnp.zeros_like(change))
+        return jnp.where(is_chosen(*scalars[count : count + 2]), change, jnp.zeros_like(change))
+
+    def is_chosen(value: Any, extremum: Any) -> Any:
+        return value.astype(call.dtype) == extremum
 
     arrays, gathers, indices = read.arrays, call.gathers, read.indices
-    if call.reduction != "sum":
-        arrays, gathers = (*arrays, result), (*gathers, len(indices))
+    if call.reduction == "sum":
+        result = reduce(read, call)
+    else:
+        # Programs that compute the values again may round them in other ways, and find no extremum.
+        values = edge_values(arrays, indices, gathers, call.function)
+        if call.function is not None:
+            values = lax.optimization_barrier(values)
+        stored = read._replace(arrays=(values,), indices=(), plans=())
+        result = reduce(stored, call.over_stored_values())
+        compared = lax.stop_gradient((values, result))
+        arrays, gathers = (*arrays, *compared), (*gathers, None, len(indices))
         indices = (*indices, rows_of(read.keys, call.segments, call.batch))
     read = read._replace(indices=indices)
     types = [x.dtype for x in (*arrays, *given)]
     name = call.function.name if call.function else f"segment_{call.reduction}"
 
-    def summed(function: ScalarFunction, *tangents_read: int) -> Array:
-        """Sum a function of the arrays and of some of the tangents."""
-        moved = [moving[i] for i in tangents_read]
-        return reduce(
-            read._replace(arrays=(*arrays, *(given[i] for i in tangents_read))),
-            dataclasses.replace(
-                call,
-                gathers=(*gathers, *(call.gathers[i] for i in moved)),
-                indices=len(indices),
-                reduction="sum",
-                function=function,
-                linear=len(moved),
+    traced = _scalar_function(f"tangent of {name}", tangent, types, call.dtype)
+    change = reduce(
+        read._replace(arrays=(*arrays, *given)),
+        dataclasses.replace(
+            call,
+            gathers=(*gathers, *(call.gathers[i] for i in moving)),
+            indices=len(indices),
+            reduction="sum",
+            function=traced,
+            linear=len(moving),
+        ),
+    )
+    if call.reduction != "sum":
+        of_edge = dataclasses.replace(
+            call.over_stored_values(),
+            gathers=(None, 0),
+            indices=1,
+            reduction="sum",
+            function=_scalar_function(
+                f"extrema of {name}",
+                lambda *scalars: is_chosen(*scalars).astype(call.dtype),
+                [x.dtype for x in compared],
+                call.dtype,
             ),
         )
-
-    traced = _scalar_function(f"tangent of {name}", tangent, types, call.dtype)
-    change = summed(traced, *range(len(moving)))
-    if call.reduction != "sum":
-
-        def is_chosen(*scalars: Any) -> Any:
-            value = evaluated(*scalars[:count]).astype(call.dtype)
-            return (value == scalars[count]).astype(call.dtype)
-
-        chosen = _scalar_function(f"extrema of {name}", is_chosen, types[: count + 1], call.dtype)
-        number = summed(chosen)
+        number = reduce(read._replace(arrays=compared, indices=indices[-1:], plans=()), of_edge)
         change = change / jnp.maximum(number, jnp.ones_like(number))
     return result, change
 
