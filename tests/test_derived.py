@@ -361,8 +361,8 @@ _IN_FLOAT32 = dict.fromkeys(
 WITHOUT_JET = {
     "linalg.det", "linalg.expm", "linalg.pinv", "linalg.slogdet", "moe", "moe, biases",
     "moe, ungated", "ragged_dot, epilogue", "scaled_matmul", "scaled_matmul, epilogue",
-    "scaled_ragged_dot", "segment_max", "segment_mean", "segment_min", "segment_sum",
-    "symmetric_matmul, polynomial",
+    "scaled_ragged_dot", "segment_max", "segment_mean", "segment_min", "segment_reduce",
+    "segment_sum", "symmetric_matmul, polynomial", "take",
 }  # fmt: skip
 ERRORS_OF_JET = (KeyError, TypeError, AttributeError)
 FAILS = {

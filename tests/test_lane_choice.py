@@ -42,7 +42,7 @@ def recurrent(weights, xs):
     return lax.scan(lambda h, x: (jnp.tanh(weights @ h + x), None), xs[0], xs)[0]
 
 
-# Functions, axes, shapes, and what is faster as recorded on a GPU; groups are modelled.
+# Functions, axes, shapes, and what is predicted to be faster.
 CALLS = {
     "Lorenz": (lorenz, (0, None), [struct(10_000, 3), struct(3)], "kernel"),
     "Collatz": (collatz, 0, [struct(10**6, dtype=np.uint32)], "kernel"),
@@ -52,7 +52,7 @@ CALLS = {
         sampler,
         0,
         [jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 32))],
-        "kernel",
+        "group",
     ),
     "Kalman": (
         kalman,

@@ -207,7 +207,7 @@ def test_nuts_of_numpyro_is_a_kernel():
     with jtk.gpu_target("H200"), jtk.policy("kernels"), jtk.strict():
         keys = jax.random.split(jax.random.key(0), 1024)
         (choice,) = jtk.explain(jtk.kernel(eight_schools()), keys)
-    assert choice.kernel.startswith("lanes_chain")
+    assert "s_chain<" in choice.kernel
 
 
 @needs_nvrtc

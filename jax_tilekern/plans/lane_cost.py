@@ -4,8 +4,8 @@ The numbers are fitted to recorded wall times, of which none is held out (docs/t
 ratio of both sides is off by a factor of 3 as a rule and of 14 at worst, and right about which one
 is faster. They tell loops over a few numbers from passes over arrays.
 
-The time of a group of threads is modelled, not measured: instructions of shared loops are divided
-among its threads, and latencies are assumed.
+Lanes whose ``while`` loops end at different steps wait for each other in a warp: with exponential
+numbers of steps, the mean of the largest of n is the n-th harmonic number times the mean.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from jax_tilekern.plans.gpu import Gpu
 # Cycles of an instruction of a thread, of which neighbours are independent, and of an access to
 # memory, which the next instruction waits for.
 _INSTRUCTION, _ACCESS = 1.0, 100.0
-# Cycles of an SM for an access of a warp, and schedulers of an SM.
-_WARP_ACCESS, _SCHEDULERS = 3.2, 4
+# Cycles of a scheduler for an instruction of a warp: some are a part of another one. Of an SM for an
+# access of a warp; and schedulers of an SM.
+_ISSUE, _WARP_ACCESS, _SCHEDULERS = 0.57, 3.2, 4
 _WARP = 32
 # The same for a group, whose arrays are in shared memory or the L1 cache. Assumed are 30 to 40
 # cycles, of which loops have four in flight, and six shuffles of 25 cycles for a reduction.
-_GROUP_ACCESS, _REDUCTION, _BARRIER = 10.0, 200.0, 30.0
+_GROUP_ACCESS, _GROUP_WARP_ACCESS, _REDUCTION, _BARRIER = 10.0, 1.0, 200.0, 30.0
 # CTAs that an SM has at a time, shared memory that each takes besides its own (CUDA Programming
 # Guide), and threads that their registers allow.
 _CTAS, _RESERVED, _RESIDENT_THREADS = 32, 1024, 1024
@@ -65,12 +66,22 @@ class LaneWork:
         """Return the time of a kernel in which so many threads evaluate a lane."""
         if threads > 1:
             return self._group_us(lanes, gpu, threads, shared_bytes)
-        of_thread = self.instructions * _INSTRUCTION + self.accesses * _ACCESS
-        warps = math.ceil(lanes / _WARP / gpu.sm_count)
-        of_sm = warps * (self.instructions / _SCHEDULERS + self.accesses * _WARP_ACCESS)
         bandwidth = gpu.rates.memory_bandwidth * _SHARE_OF_BANDWIDTH
-        cycles = max(of_thread, of_sm, self.bytes / bandwidth)
+        of_warps = self._cycles(lanes, self.lanes_of_warp(lanes, gpu), gpu)
+        cycles = max(of_warps, self.bytes / bandwidth)
         return _LAUNCH + cycles / gpu.rates.cycles_per_microsecond
+
+    def lanes_of_warp(self, lanes: int, gpu: Gpu) -> int:
+        """Return how many lanes a warp best has of which each is one thread."""
+        widths = [_WARP >> i for i in range(_WARP.bit_length())]
+        return min(widths, key=lambda width: self._cycles(lanes, width, gpu))
+
+    def _cycles(self, lanes: int, width: int, gpu: Gpu) -> float:
+        """Return the cycles of an SM for its warps, each of so many lanes."""
+        waits = sum(1 / n for n in range(1, width + 1)) if self.xla_conditions else 1.0
+        of_thread = self.instructions * _INSTRUCTION + self.accesses * _ACCESS
+        issued = self.instructions * _ISSUE / _SCHEDULERS + self.accesses * _WARP_ACCESS
+        return waits * max(of_thread, math.ceil(lanes / width / gpu.sm_count) * issued)
 
     def _group_us(self, lanes: int, gpu: Gpu, threads: int, shared_bytes: int) -> float:
         ctas = math.ceil(lanes / gpu.sm_count)
@@ -83,7 +94,8 @@ class LaneWork:
             + self.barriers * _BARRIER
         )
         warps = ctas * threads // _WARP
-        of_sm = warps * (self.instructions / _SCHEDULERS + self.accesses * _WARP_ACCESS)
+        issued = self.instructions * _ISSUE / _SCHEDULERS + self.accesses * _GROUP_WARP_ACCESS
+        of_sm = warps * issued
         bandwidth = gpu.rates.memory_bandwidth * _SHARE_OF_BANDWIDTH
         cycles = max(waves * of_thread, of_sm, self.bytes / bandwidth)
         return _LAUNCH + cycles / gpu.rates.cycles_per_microsecond

@@ -21,10 +21,7 @@ from jax_tilekern.plans.launch import (
 )
 from jax_tilekern.plans.policy import current_policy
 
-_THREADS = (128, 64, 32)
-# How many times fewer instructions a thread of a group must have than one thread alone, and how
-# many times faster the group must be predicted, because times of one thread are measured.
-_LEAST_GAIN = 2
+_THREADS = (128, 64)
 # Fewer threads a CTA spread few lanes over more SMs.
 _CTAS_PER_SM = 2
 
@@ -66,9 +63,8 @@ def plan_lanes(
             threads: (x.kernel_us(alone.lanes, gpu, threads, kernel.shared_bytes), kernel)
             for kernel in kernels
             for threads, x in kernel.work
-            if threads == 1 or _LEAST_GAIN * x.instructions <= work.instructions
         }
-        threads = min(times, key=lambda n: times[n][0] * (1 if n == 1 else _LEAST_GAIN))
+        threads = min(times, key=lambda n: times[n][0])
         ours, kernel = times[threads]
         xla = work.xla_us(gpu)
         # Loops of unknown length take as many steps on both sides: their times are no predictions.
@@ -87,7 +83,8 @@ def _launched(kernel: LaneKernel, threads: int, gpu: Gpu, told: PredictedUs) -> 
     lanes, of_cta, of_lane = kernel.lanes, threads, f" of {threads} threads each"
     if threads == 1:
         wanted = _CTAS_PER_SM * gpu.sm_count
-        of_cta = next((x for x in _THREADS if lanes >= wanted * x), _THREADS[-1])
+        of_warp = kernel.work[0][1].lanes_of_warp(lanes, gpu)
+        of_cta = next((x for x in _THREADS if lanes >= wanted * x), of_warp)
     ctas = lanes if threads > 1 else math.ceil(lanes / of_cta)
     compiled = kernel.kernel(of_cta)
     entry = compile_kernels(compiled, arch=gpu.arch).entry(compiled.name)

@@ -115,7 +115,8 @@ def _of_elements(eqn: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
         steps = results * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
         return of_xla + LaneWork(instructions=steps, accesses=steps * in_memory)
     if name in MATRICES:
-        return of_xla + LaneWork(instructions=ITERATIONS.get(name, 1) * max(operands) ** 1.5)
+        steps = ITERATIONS.get(name, 1) * max(operands) ** 1.5
+        return of_xla + LaneWork(instructions=steps, accesses=steps * (in_memory > 0))
     if name == "sort":
         return of_xla + LaneWork(instructions=results**2 / 4, accesses=in_memory * results**2 / 4)
     each = 1
