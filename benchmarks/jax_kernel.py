@@ -249,7 +249,7 @@ def _libraries() -> Iterator[Program]:
         yield named(f"{name} of {lanes} {size}x{size}", matrices, sides)
     length = 10 if tiny else 100
     systems = functools.partial(
-        lambda n: (normal(lanes, n), 4 + normal(lanes, n), normal(lanes, n), normal(lanes, n, 1)),
+        lambda n: (normal(lanes, n), 10 + normal(lanes, n), normal(lanes, n), normal(lanes, n, 1)),
         length,
     )
     sides = _with_kernel(lambda map_: map_(lax.linalg.tridiagonal_solve))
