@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib as mpl
@@ -12,8 +12,6 @@ import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator
-
-from jax_tilekern.cli.console import duration
 
 _WIN, _EVEN, _LOSS = "#1a7f37", "#59636e", "#cf5c00"
 _STYLE: Any = {
@@ -37,14 +35,6 @@ def _color(ratio: float) -> str:
     return _WIN if ratio > 1.02 else _LOSS if ratio < 0.98 else _EVEN
 
 
-def _stacked(heights: Sequence[float], height: float) -> tuple[Any, Sequence[Any]]:
-    """Return a figure of panels, one above the other, with one x axis."""
-    return plt.subplots(
-        len(heights), 1, sharex=True, layout="constrained",
-        figsize=(8, height), height_ratios=heights,
-    )  # fmt: skip
-
-
 @mpl.rc_context(_STYLE)
 def ratios(axis: str, sections: Mapping[str, pd.Series[float]]) -> str:
     """Draw ratios on a logarithmic axis, a panel for each section and a line for each label.
@@ -54,7 +44,10 @@ def ratios(axis: str, sections: Mapping[str, pd.Series[float]]) -> str:
     """
     lines = {title: dict(iter(x.groupby(level=0, sort=False))) for title, x in sections.items()}
     heights = [len(groups) + 0.5 for groups in lines.values()]
-    figure, panels = _stacked(heights, 0.8 + 0.26 * sum(x + 0.5 for x in heights))
+    figure, panels = plt.subplots(
+        len(heights), sharex=True, layout="constrained", height_ratios=heights,
+        figsize=(8, 0.8 + 0.26 * sum(x + 0.5 for x in heights)),
+    )  # fmt: skip
     for panel, (title, groups) in zip(panels, lines.items(), strict=True):
         panel.set(title=title, xscale="log", yticks=range(len(groups)), yticklabels=groups)
         panel.invert_yaxis()
@@ -92,21 +85,4 @@ def curves(training: pd.DataFrame) -> str:
             steps = row.steps * (np.arange(len(row.losses)) + 0.5) / len(row.losses)
             panel.plot(steps, row.losses, style, color=color, label=row.product)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3)
-    return _svg(figure)
-
-
-@mpl.rc_context(_STYLE)
-def bars(title: str, sections: Mapping[str, Mapping[str, float]]) -> str:
-    """Draw the seconds of each side, a panel for each section; the first side is not ours."""
-    figure, panels = _stacked([*map(len, sections.values())], 2.6)
-    for panel, (name, times) in zip(panels, sections.items(), strict=True):
-        panel.set(title=name)
-        colors = ["#818b98", *[_WIN] * (len(times) - 1)]
-        panel.bar_label(
-            panel.barh([*times], [*times.values()], color=colors), fmt=duration, padding=4
-        )
-        panel.invert_yaxis()
-        panel.xaxis.set_major_formatter(lambda x, _: duration(x) if x else "0")
-        panel.margins(x=0.12)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
     return _svg(figure)

@@ -22,8 +22,6 @@ HELP = "print a record as a markdown table"
 SLOWER = 0.97
 # The relative error from which the peer's result is wrong.
 WRONG = 0.5
-# Shorter calls leave a GPU waiting for the host, which only the host's clock sees.
-_LONG_CALL = 0.5e-3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,14 +164,6 @@ def _summary(record: Record, ceilings: Ceilings) -> Iterator[str]:
         most = [f"memory {rate(ceilings.memory, 'B')}"]
         most += (f"{name} {rate(x, 'OP')}" for name, x in ceilings.rates.items())
         yield f"Ceilings, as measured: {', '.join(most)}."
-    clocks = [
-        wall / row["seconds"][side] for row in timed if row.get("method", "").startswith("device")
-        for side, wall in row.get("wall_seconds", {}).items() if row["seconds"][side] >= _LONG_CALL
-    ]  # fmt: skip
-    if clocks:
-        calls = f"{len(clocks)} calls longer than {duration(_LONG_CALL)}"
-        spread = f"median {np.median(clocks):.3f}, at most {max(clocks):.3f}"
-        yield f"The host's clock over the profiler, of {calls}: {spread}."
     if mhz := [row["sm_mhz"] for row in timed if "sm_mhz" in row]:
         yield f"SMs at {min(mhz)} to {max(mhz)} MHz."
     methods = Counter(row["method"] for row in timed if "method" in row)

@@ -272,18 +272,6 @@ def first() -> Iterator[str]:
         yield from ("", *table(heads, cells))
 
 
-def segments() -> Iterator[str]:
-    """Yield a section of each recorded call of segments."""
-    found = record("h100/segments")
-    yield f"\n## Segments\n\nThe times of each recorded call on an {found['device']}.\n"
-    cells = (
-        (row["name"], *(duration(row["seconds"][x]) for x in ("ours", "XLA")),
-         _number(row["ratio"]["XLA"]))
-        for row in found["rows"] if not row["group"].endswith("drawn at random")
-    )  # fmt: skip
-    yield from table(("call", "ours", "XLA", "XLA / ours"), cells)
-
-
 def lanes() -> Iterator[str]:
     """Yield a table of each call of ``kernel`` that an H200 has measured."""
     path = "h200/jax_kernel"
@@ -392,7 +380,7 @@ _TABLES: Mapping[str, Callable[..., Iterator[str]]] = {
     query.__name__: query
     for query in (
         devices, first, fp8, ideas, lanes, mixture, operations, policy, primitives, random,
-        segments, speed, start, story, tests, times,
+        speed, start, story, tests, times,
     )
 }  # fmt: skip
 
@@ -402,14 +390,12 @@ _TABLES: Mapping[str, Callable[..., Iterator[str]]] = {
 
 def figures() -> dict[str, str]:
     """Return the drawings of ``docs``, by their files."""
-    muon = {title: _muon_step(*step) for title, step in _TEXTS["muon"].items()}
     return {
         "overview.svg": plots.ratios(
             "XLA's time / our time, NVIDIA H100, jax 0.11.2 (right of 1: ours is faster)",
             dict(_overview()),
         ),
         "fp8-training.svg": plots.curves(fp8_accuracy("training")),
-        "muon-step.svg": plots.bars("Time of a step of Muon, 1.1 billion float32", muon),
     }
 
 
@@ -422,9 +408,3 @@ def _overview() -> Iterator[tuple[str, pd.Series[float]]]:
         # Groups with a count are in ascending order, others in that of the record.
         count = lambda x: x.str.extract(r"^(\d+) groups", expand=False).astype(float)  # noqa: E731
         yield title, section.sort_index(key=count, kind="stable")
-
-
-def _muon_step(path: str, name: str) -> dict[str, float]:
-    """Return the seconds of a row of a record by the sides' titles."""
-    found = _row(path, name)["seconds"]
-    return {title: found[x] for x, title in _TEXTS["muon_sides"].items() if x in found}
