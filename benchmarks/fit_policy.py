@@ -4,7 +4,8 @@
     python -m benchmarks fit_policy DEVICE --measure FOLDER [--minutes 30] [--json FILE]
 
 The second form draws calls of every operation, times them on this machine, and writes the records
-to the folder first.
+to the folder first. What another device's data says of a device with the same SMs (``SCALED`` of
+``plans/policy/model.py``) is corrected by its own calls, and kept where it has few.
 Every call is predicted by models that were fitted without it, five times a fifth of the calls. The
 margin is chosen, and the error reported, on these predictions. The file has models of all calls.
 """
@@ -36,8 +37,21 @@ from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.policy import PolicyChoice, choice
 from jax_tilekern.plans.policy.choice import Device, base_microseconds
-from jax_tilekern.plans.policy.model import FORMAT, DeviceModel, Forest, model_of
-from jax_tilekern.plans.policy.workload import Workload, call_workload, candidate_numbers
+from jax_tilekern.plans.policy.model import (
+    FORMAT,
+    DeviceModel,
+    Forest,
+    OperationModel,
+    model_of,
+    scaled_content,
+    scaled_model,
+)
+from jax_tilekern.plans.policy.workload import (
+    FUSED,
+    Workload,
+    call_workload,
+    candidate_numbers,
+)
 from jax_tilekern.plans.tuned import XLA
 from jax_tilekern.primitives.operation import define
 
@@ -69,6 +83,8 @@ _MANY, _FEW = (120, 5, 0.12), (60, 4, 0.15)
 _MANY_TIMES = 800
 _FEWEST = 25  # calls of an operation that has a model
 _ERRORS = (40, 3, 0.1)
+# What corrects another model.
+_CORRECTION = (40, 3, 0.1)
 _RATE_QUANTILE = 0.98
 # Margins to try. The best has the largest mean of the logarithm of the speed over XLA's, less the
 # share of calls slower than 0.97, as far as that exceeds what is allowed.
@@ -106,18 +122,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.times is not None:
         rows = [_line(x) for x in times]
         write(arguments.times, {"rows": rows})
-    device_of = _device(arguments.device)
-    found = (measured_call(call, device_of) for call in times)
-    calls = [call for call in found if call is not None]
+    target = _device(arguments.device)
+    calls = _measured_calls(times, target)
     if not calls:
         raise BenchmarkError("the records have no calls with times")
-    device = _rates(arguments.device, calls)
-    models = {}
-    for operation in dict.fromkeys(call.workload.operation for call in calls):
-        own = [call for call in calls if call.workload.operation == operation]
+    scaled = scaled_model(arguments.device)
+    device = scaled or _rates(arguments.device, calls)
+    known = dict(device.models)
+    models = {} if scaled is None else scaled_content(arguments.device)
+    # Products with epilogues are predicted by what is known of those without.
+    for operation in sorted({x.workload.operation for x in calls}, key=lambda x: x == FUSED):
+        own = [x for x in calls if x.workload.operation == operation]
+        if operation == FUSED:
+            device = dataclasses.replace(device, models=known)
+            own = _measured_calls([x.call for x in own], target, device)
         # Without a model, an operation has what its planner's rules say.
-        if sum(bool(call.ours and call.xla is not None) for call in own) >= _FEWEST:
-            models[operation] = _fitted(device, own, operation)
+        if sum(x.is_pair for x in own) >= _FEWEST:
+            fitted = _fitted(_Rows(device, own, known.get(operation)), operation)
+            models[operation] = {"device": arguments.device, **fitted}
+            known[operation] = OperationModel.from_json(models[operation])
     if arguments.json is not None:
         content = {
             "format": FORMAT,
@@ -234,9 +257,11 @@ def _drawn_times(entry: Record) -> Iterator[CallTimes]:
     if row.name != entry["name"]:
         raise BenchmarkError(f"the catalog draws {row.name}, where the record has {entry['name']}")
     if "seconds" in entry:
-        times = {XLA: round(1e6 * entry["seconds"]["XLA"], 3)}
-        if not any(kernel.startswith("-") for kernel in entry["kernels"]):
-            times[_FIRST] = round(1e6 * entry["seconds"]["ours"], 3)
+        times = {key: round(1e6 * time, 3) for key, time in entry["seconds"].items()}
+        ours, xla = times.pop("ours"), times.pop("XLA", None)
+        if not times and not any(kernel.startswith("-") for kernel in entry["kernels"]):
+            times[_FIRST] = ours
+        times |= {} if xla is None else {XLA: xla}
     if times:
         yield CallTimes(row.name, row, times)
 
@@ -253,6 +278,8 @@ class MeasuredCall(NamedTuple):
 
     Attributes
     ----------
+    call
+        The call as records have it.
     workload
         What is computed.
     candidates
@@ -265,11 +292,29 @@ class MeasuredCall(NamedTuple):
         Times of candidates, by their positions.
     """
 
+    call: CallTimes
     workload: Workload
     candidates: Sequence[Any]
     device: Device
     xla: float | None
     ours: Mapping[int, float]
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether both sides were measured."""
+        return bool(self.ours) and self.xla is not None
+
+
+def _measured_calls(
+    times: Sequence[CallTimes], device: Device, known: DeviceModel | None = None
+) -> list[MeasuredCall]:
+    """Return the calls of which a planner asks the policy once, which knows this of the device."""
+    with ExitStack() as stack:
+        if known is not None:
+            jax.clear_caches()
+            stack.enter_context(mock.patch.object(choice, "model_of", return_value=known))
+        found = [measured_call(call, device) for call in times]
+    return [call for call in found if call is not None]
 
 
 def measured_call(call: CallTimes, device: Device) -> MeasuredCall | None:
@@ -300,6 +345,9 @@ def measured_call(call: CallTimes, device: Device) -> MeasuredCall | None:
     primitives = {x.operation for x, _ in calls}
     if not asked and len(primitives) == 1 and not primitives & _STATED:
         asked = calls[:1]
+    # What XLA computes of a product with an epilogue is asked for later.
+    if asked and asked[0][0].operation == FUSED:
+        asked = asked[:1]
     if len(asked) != 1:
         return None
     ((workload, candidates),) = asked
@@ -307,7 +355,7 @@ def measured_call(call: CallTimes, device: Device) -> MeasuredCall | None:
     xla = times.pop(XLA, None)
     positions = {getattr(x, "key", _FIRST): i for i, x in enumerate(candidates)} | {_FIRST: 0}
     ours = {positions[key]: time for key, time in times.items() if key in positions}
-    return MeasuredCall(workload, candidates, device, xla, ours)
+    return MeasuredCall(call, workload, candidates, device, xla, ours)
 
 
 # The fit.
@@ -337,9 +385,12 @@ def _rates(name: str, calls: Sequence[MeasuredCall]) -> DeviceModel:
 
 
 def _boosted(
-    x: Sequence[Sequence[float]], y: _Array, settings: tuple[int, int, float] | None = None
+    x: Sequence[Sequence[float]],
+    y: _Array,
+    settings: tuple[int, int, float] | None = None,
+    stored_depth: int = 0,
 ) -> Forest:
-    """Fit regression trees by gradient boosting."""
+    """Fit regression trees by gradient boosting, which are stored as trees of at least a depth."""
     from sklearn.ensemble import GradientBoostingRegressor
 
     trees, depth, rate = settings or (_MANY if len(y) >= _MANY_TIMES else _FEW)
@@ -347,7 +398,8 @@ def _boosted(
         loss="huber", n_estimators=trees, max_depth=depth, learning_rate=rate, subsample=0.6,
         max_features=0.5, min_samples_leaf=3, random_state=0,
     ).fit(np.asarray(x, np.float32), y)  # fmt: skip
-    complete = [_complete(tree.tree_, depth, rate) for (tree,) in fitted.estimators_]
+    stored = max(depth, stored_depth)
+    complete = [_complete(tree.tree_, stored, rate) for (tree,) in fitted.estimators_]
     features, thresholds, values = (np.stack(arrays) for arrays in zip(*complete, strict=True))
     constant = float(np.ravel(fitted.init_.constant_)[0])
     return Forest(features, thresholds, values, constant)
@@ -375,10 +427,17 @@ def _complete(tree: Any, depth: int, rate: float) -> tuple[_Array, _Array, _Arra
 
 
 class _Rows:
-    """The calls of an operation as numbers."""
+    """The calls of an operation as numbers.
 
-    def __init__(self, device: DeviceModel, calls: Sequence[MeasuredCall]) -> None:
-        self.calls = calls
+    Models correct ``base``, if there is one, or the estimates of products with epilogues.
+    """
+
+    def __init__(
+        self, device: DeviceModel, calls: Sequence[MeasuredCall], base: OperationModel | None
+    ) -> None:
+        self.calls, self.base = calls, base
+        is_corrected = base is not None or calls[0].workload.operation == FUSED
+        self.settings = _CORRECTION if is_corrected else None
         self.numbers = [device.numbers(call.workload) for call in calls]
         self.roofline = np.log([device.roofline(call.workload) for call in calls])
         self.xla = np.log([call.xla or np.nan for call in calls])
@@ -392,12 +451,30 @@ class _Rows:
     def models(self, chosen: Sequence[bool]) -> tuple[Forest, Forest]:
         """Fit XLA's times and ours of the chosen calls."""
         timed = [i for i, known in enumerate(chosen) if known and np.isfinite(self.xla[i])]
-        xla = _boosted([self.numbers[i] for i in timed], (self.xla - self.roofline)[timed])
-        own = self._estimated(chosen, self.xla)
-        ours = _boosted(
-            [x for _, _, x, _ in own], np.array([time - base for _, base, _, time in own])
+        of_xla = self._corrected(
+            None if self.base is None else self.base.xla,
+            [self.numbers[i] for i in timed],
+            (self.xla - self.roofline)[timed],
         )
-        return xla, ours
+        own = self._estimated(chosen, self.xla)
+        ours = self._corrected(
+            None if self.base is None else self.base.ours,
+            [x for _, _, x, _ in own],
+            np.array([time - base for _, base, _, time in own]),
+        )
+        return of_xla, ours
+
+    def _corrected(self, base: Forest | None, x: Sequence[Sequence[float]], y: _Array) -> Forest:
+        """Fit what a forest leaves, and return both in one."""
+        if base is None:
+            return _boosted(x, y, self.settings)
+        depth = base.features.shape[1].bit_length()
+        more = _boosted(x, y - base(x), self.settings, depth)
+        features, thresholds, values = (
+            np.concatenate([getattr(forest, name) for forest in (base, more)])
+            for name in ("features", "thresholds", "values")
+        )
+        return Forest(features, thresholds, values, base.constant + more.constant)
 
     def predicted_xla(self, xla: Forest) -> _Array:
         """Return the logarithm of XLA's predicted times."""
@@ -439,9 +516,9 @@ def _candidate_numbers(call: MeasuredCall, position: int) -> tuple[float, ...]:
     )
 
 
-def _fitted(device: DeviceModel, calls: Sequence[MeasuredCall], operation: str) -> dict[str, Any]:
+def _fitted(rows: _Rows, operation: str) -> dict[str, Any]:
     """Fit the models of an operation, and print their error on unseen calls."""
-    rows = _Rows(device, calls)
+    calls = rows.calls
     folds = np.random.default_rng(0).integers(_FOLDS, size=len(calls))
     pairs: list[tuple[int, float, float, float, float, float]] = []
     for fold in range(_FOLDS):

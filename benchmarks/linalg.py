@@ -12,14 +12,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
 
 import jax_tilekern as jtk
+from benchmarks.catalog.oracles import PEERS
 from benchmarks.programs import KERNELS, Arrays, Errors, Program, program_command, random_arrays
 
-_OPERATIONS = ("inv", "solve", "cholesky", "svd", "eigh", "qr", "svdvals", "eigvalsh")
+_OPERATIONS = (
+    "inv", "solve", "cholesky", "svd", "eigh", "qr", "svdvals", "eigvalsh", "det", "expm"
+)  # fmt: skip
 # Operations that take longer have a tenth of the matrices above some rows, and the kernels are
 # timed where the policy does not choose them, too.
-_DECOMPOSITIONS, _SMALL = _OPERATIONS[3:], 16
+_DECOMPOSITIONS, _SMALL = _OPERATIONS[3:8], 16
 _DEFINITE, _RECTANGULAR = ("cholesky", "eigh", "eigvalsh"), ("svd", "qr", "svdvals")
 _SAMPLED = 64
 # Rows, and right-hand sides of solve.
@@ -65,6 +69,10 @@ def _error(name: str, args: Arrays, result: Any) -> float:
     # The last ones are in a block of their own.
     chosen = _sampled(len(args[0]))
     a, x, *more = (np.asarray(v[chosen], np.float64) for v in (args[0], *jax.tree.leaves(result)))
+    if name in ("det", "expm"):
+        exact = np.linalg.det(a) if name == "det" else scipy.linalg.expm(a)
+        axes = tuple(range(1, exact.ndim))
+        return float((np.abs(x - exact).max(axes) / np.abs(exact).max(axes)).max())
     rows = _sampled(a.shape[-2])
     if name in ("svdvals", "eigvalsh"):
         exact = getattr(np.linalg, name)(a)
@@ -110,7 +118,7 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
         yield Program(
             f"{name} {count} of {n}{f', {columns} columns' if columns else ''}, {dtype}",
             functools.partial(_operands, case, dtype),
-            {"ours": getattr(jtk.linalg, name), "XLA": getattr(jnp.linalg, name)},
+            {"ours": getattr(jtk.linalg, name), "XLA": getattr(PEERS.linalg, name)},
             functools.partial(_errors, name), f"`{name}` of {size}, {dtype}",
             wide=dtype == "float64", margin=10,
             contexts={"ours": KERNELS if name in _DECOMPOSITIONS else nullcontext},

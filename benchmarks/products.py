@@ -144,6 +144,10 @@ def _gelu(y: Any, bias: Any) -> Any:
     return jax.nn.gelu(y + bias)
 
 
+def _gelu_and_residual(y: Any, bias: Any, residual: Any) -> Any:
+    return jax.nn.gelu(y + bias) + residual
+
+
 def _residual_block(y: Any, bias: Any, residual: Any, mask: Any) -> Any:
     return residual + jnp.where(mask, jax.nn.silu(y + bias) / 0.9, 0)
 
@@ -157,6 +161,9 @@ def _fused_programs(_: argparse.Namespace) -> Iterator[Program]:
     yield _epilogue("silu k=4096", jax.nn.silu, 8192, 4096, 4096)
     name = "residual, bias, mask, silu"
     yield _epilogue(name, _residual_block, 8192, 4096, 4096, narrow, residual, mask)
+    for m, n, k in (8192, 3072, 768), (2048, 11008, 4096), (16384, 1024, 1024), (256, 8192, 3072):
+        operands = _arrays((n,), (m, n))
+        yield _epilogue(f"gelu, residual {m}x{n}x{k}", _gelu_and_residual, m, n, k, *operands)
     yield _epilogue("gelu, few rows", _gelu, 64, 14336, 4096, wide)
     yield _epilogue("gelu, split-K", _gelu, 128, 1024, 16384, few)
     yield _epilogue("gelu gradient", _gelu, 8192, 14336, 4096, wide, gradient=True)

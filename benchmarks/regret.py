@@ -137,7 +137,7 @@ class _Timed:
             products = products_of(self.ours, *row.structs)
         self.product = products[0] if len(products) == 1 else None
         found = NoKernel("") if self.product is None else candidates(self.product, self.gpu)
-        self.found = [] if isinstance(found, NoKernel) else _spread(found, arguments.candidates)
+        self.found = [] if isinstance(found, NoKernel) else spread(found, arguments.candidates)
 
     @property
     def problem(self) -> ArrayProduct:
@@ -223,7 +223,7 @@ class _Timed:
         }
 
 
-def _spread(found: Sequence[CostedCandidate], count: int) -> list[CostedCandidate]:
+def spread(found: Sequence[CostedCandidate], count: int) -> list[CostedCandidate]:
     """Return the best by the cost model, and others spread over the rest of twice its time."""
     best = list(found[: (count + 1) // 2])
     rest = [x for x in found[len(best) :] if x.cycles <= 2 * found[0].cycles]

@@ -4,8 +4,9 @@
 
 Shapes, types, layouts and options are the description's, and sizes those of the device. The peer is
 JAX's function of the same name or, where there is none, the operation in plain JAX as the catalog
-writes it. A row's ``draw`` has the description, seed, index and device that draw its call again:
-``fit_policy`` takes records of these.
+writes it. With ``--candidates K`` a call of one product, which may have an epilogue, has a side for
+each of K candidates. A row's ``draw`` has the description, seed, index and device that draw its
+call again: ``fit_policy`` takes records of these.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ from benchmarks.programs import (
     on_gpu,
 )
 from benchmarks.record import Record
+from benchmarks.regret import spread
 from benchmarks.samples import LIMITS
+from jax_tilekern.plans.gemm.select import candidates
+from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.tuning.tuner import TunedChoices, products_of, using
 
 # Factor of the sizes that tests draw.
 _SCALES = {"cpu": 64, "gpu": 4096}
@@ -169,20 +175,41 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
             if time.monotonic() > end:
                 return
             # NVRTC and XLA compile without the interpreter's lock.
-            compiling = functools.partial(_compiled, arguments.policy)
+            compiling = functools.partial(_compiled, arguments.policy, arguments.candidates)
             for call, program in zip(chunk, pool.map(compiling, chunk), strict=True):
                 draw = {"draw": list(dataclasses.astuple(call))}
                 yield measured(program, arguments.seconds) | draw
 
 
-def _compiled(policy: str, call: DrawnCall) -> CompiledProgram:
+def _compiled(policy: str, most: int, call: DrawnCall) -> CompiledProgram:
+    ours = call.function(jtk)
+    choices = _choices(call, most) if most else {}
+    contexts = {key: functools.partial(using, choice) for key, choice in choices.items()}
     return compiled(
         Program(
-            call.name, call.operands, {"ours": call.function(jtk), "XLA": call.function(PEERS)},
+            call.name, call.operands,
+            {"ours": ours, "XLA": call.function(PEERS), **dict.fromkeys(choices, ours)},
             _errors, group=f"`{call.description}`", wide=_has_64_bits(call.call),
-            contexts={"ours": functools.partial(jtk.policy, policy)},
+            contexts={"ours": functools.partial(jtk.policy, policy), **contexts},
         )
     )  # fmt: skip
+
+
+def _choices(call: DrawnCall, most: int) -> dict[str, TunedChoices]:
+    """Return choices of each of so many candidates of a call that has one product, by their keys.
+
+    They are those of the product alone, which tuning chooses among. The product that XLA would
+    compute before an epilogue may have a wider type, and comes after it.
+    """
+    with call.types_enabled():
+        products = products_of(call.function(jtk), *call.structs)
+    sizes = {(x.geometry.batch, x.geometry.m, x.geometry.n, x.geometry.k) for x in products}
+    found = candidates(products[0], current_gpu()) if len(sizes) == 1 else NoKernel("")
+    result: dict[str, TunedChoices] = {}
+    for candidate in [] if isinstance(found, NoKernel) else spread(found, most):
+        result[candidate.key] = TunedChoices(None)
+        result[candidate.key].put(products[0], current_gpu(), candidate.key)
+    return result
 
 
 COMMAND = RowsCommand(
@@ -192,4 +219,5 @@ COMMAND = RowsCommand(
     minutes={"type": float, "default": math.inf, "help": "begin no calls after this time"},
     seed={"type": int, "default": 0, "help": "even ones are for fitting, odd ones for reporting"},
     policy={"choices": ("auto", "kernels"), "default": "auto", "help": "of the library"},
+    candidates={"type": int, "metavar": "K", "default": 0, "help": "sides of each product beside"},
 )  # fmt: skip

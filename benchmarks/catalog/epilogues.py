@@ -26,36 +26,41 @@ from benchmarks.catalog.draw import Draw
 from benchmarks.catalog.oracles import ORACLES
 
 _ACTIVATIONS = ((jax.nn.relu, 1), (jnp.tanh, 1), (jax.nn.silu, 1.1))
-_LAYERS = ("linear", "matmul, epilogue", "fuse", "patch")
+_LAYERS = ("linear", "matmul, epilogue", "matmul, residual", "fuse", "patch")
 
 
 def layer(draw: Draw, name: str) -> Call:
-    """Draw a product with a bias and an activation."""
+    """Draw a product with a bias, an activation and perhaps a residual."""
     # Second derivatives of relu are zeros.
     activation, derivative = draw.one(*_ACTIVATIONS[draw.only is not None :])
     types = [draw.type(F32, BF16, F16)] * 3
     sizes = draw.sizes("mkn")
     m, n = sizes["m"], sizes["n"]
     shape = draw.one((n,), (1, n), (m, 1), (m, n), ()) if name == "matmul, epilogue" else (n,)
-    operands = *draw.operands("mk,kn->mn", sizes, types[:2]), draw.operand(shape, types[2])
+    operands: tuple[Any, ...] = (
+        *draw.operands("mk,kn->mn", sizes, types[:2]),
+        draw.operand(shape, types[2]),
+    )
+    if name == "matmul, residual":
+        operands = *operands, draw.operand((m, n), types[2])
 
     # The same functions in each call.
-    def of_sum(y, b):
-        return activation(y + b)
+    def of_sum(y, b, *residual):
+        return sum(residual, activation(y + b))
 
     def of_product(x, w, b):
         return activation(x @ w + b[None])
 
     wrapped = of_product, (jtk.fuse(of_product) if name == "fuse" else jtk.patch()(of_product))
 
-    def call(m, x, w, b):
+    def call(m, x, w, b, *residual):
         if name == "linear":
             return m.linear(x, w, b, activation)
-        if name == "matmul, epilogue":
-            return m.matmul(x, w, epilogue=of_sum, operands=(b,))
+        if name.startswith("matmul"):
+            return m.matmul(x, w, epilogue=of_sum, operands=(b, *residual))
         return wrapped[m is jtk](x, w, b)
 
-    def errors(result, x, w, b):
+    def errors(result, x, w, b, *residual):
         value, magnitude, terms = einsum("mk,kn->mn", wide(x), wide(w))
         value, magnitude = value + wide(b), magnitude + np.abs(wide(b))
         share = (terms + 4) * 2.0**-24 + operand_rounding(types, None)
@@ -64,7 +69,7 @@ def layer(draw: Draw, name: str) -> Call:
         slack = derivative * share * magnitude + 2.0**-20
         with jax.enable_x64(True):
             exact = np.asarray(activation(jnp.asarray(value, F64)))
-        return [compared(result, exact, slack)]
+        return [compared(result, sum(map(wide, residual), exact), slack)]
 
     return Call(
         name,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 
 if TYPE_CHECKING:
     from jax_tilekern.plans.gemm.problem import Product
+
+_C = TypeVar("_C", bound="CostedCandidate")
 
 
 class Candidate(ABC):
@@ -41,6 +44,13 @@ class CostedCandidate(Candidate):
     def accumulators(self) -> int:
         """Accumulators of a thread, beside which an epilogue has its registers."""
         return 0
+
+
+def with_cycles(candidate: _C, cycles: float) -> _C:
+    """Return the candidate with another estimate."""
+    changed: Any = candidate
+    result: _C = dataclasses.replace(changed, cycles=cycles)
+    return result
 
 
 class Family(NamedTuple):
@@ -85,17 +95,18 @@ _SPILLED_BYTE = 1 / 5000
 _SERIALIZED = 1.8
 
 
-def fused_plan(candidates: Sequence[CostedCandidate], gpu: Gpu) -> LaunchPlan | NoKernel:
+def fused_plan(
+    candidates: Sequence[CostedCandidate], gpu: Gpu, limit: float = math.inf
+) -> LaunchPlan | NoKernel:
     """Return the plan of a product's best candidate whose registers hold its epilogue.
 
-    Candidates come best first. XLA's product is not considered, even where it is the faster one: an
-    epilogue after it is a pass over memory.
+    Candidates come best first. None of more cycles than ``limit`` is taken.
     """
     allowed = _FEW_SPILLED_BYTES if gpu.compute_capability == (9, 0) else 0
     spilled: dict[str, int] = {}
     plans: list[tuple[float, LaunchPlan]] = []
     for candidate in candidates:
-        if plans and candidate.cycles >= min(cycles for cycles, _ in plans):
+        if candidate.cycles >= min((cycles for cycles, _ in plans), default=limit):
             break
         # Where a kernel spills, so do others of its kind with as many accumulators, and a
         # compilation takes seconds.
@@ -112,6 +123,10 @@ def fused_plan(candidates: Sequence[CostedCandidate], gpu: Gpu) -> LaunchPlan | 
         if any(entry.serialized for entry in entries):
             slower *= _SERIALIZED
         plans.append((slower * candidate.cycles, plan))
+    plans = [found for found in plans if found[0] <= limit]
     if not plans:
-        return NoKernel("the epilogue takes more registers than there are beside the accumulators")
+        slow = ", or in a slow kernel" if limit < math.inf else ""
+        return NoKernel(
+            f"the epilogue takes more registers than there are beside the accumulators{slow}"
+        )
     return min(plans, key=lambda found: found[0])[1]

@@ -91,6 +91,11 @@ H100_RATES = GpuRates(
     },
 )  # fmt: skip
 
+# The SMs of an H100; 4.2 TB/s measured.
+H200_RATES = dataclasses.replace(H100_RATES, memory_bandwidth=2475)
+# By the driver's name; others count as H100s.
+_RATES = {"NVIDIA H200": H200_RATES}
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -142,8 +147,8 @@ class Gpu:
 # Minimum of the package's kernels. A kernel of the user's may run on an older GPU.
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
-# Well-known models, for planning where that GPU is not at hand. All of them have the rates of the
-# H100, the only one that was measured. Rates from the others' data sheets (memory bandwidth and
+# Well-known models, for planning where that GPU is not at hand. Those that were not measured have
+# the rates of the H100. Rates from the others' data sheets (memory bandwidth and
 # clock) would change 3 to 9 % of the choices, and nobody has measured whether for the better.
 # Shared memory is that of the CUDA Programming Guide; SMs and L2 caches are those that the driver
 # shows.
@@ -151,7 +156,7 @@ _A100 = Gpu((8, 0), 108, 163 << 10, 40 << 20, "NVIDIA A100-SXM4-40GB")
 _A10 = Gpu((8, 6), 72, 99 << 10, 6 << 20, "NVIDIA A10")
 _RTX_4090 = Gpu((8, 9), 128, 99 << 10, 72 << 20, "NVIDIA GeForce RTX 4090")
 _H100 = Gpu((9, 0), 132, 227 << 10, 50 << 20, "NVIDIA H100 80GB HBM3")
-_H200 = Gpu((9, 0), 132, 227 << 10, 60 << 20, "NVIDIA H200")
+_H200 = Gpu((9, 0), 132, 227 << 10, 60 << 20, "NVIDIA H200", H200_RATES)
 _B200 = Gpu((10, 0), 148, 227 << 10, 126 << 20, "NVIDIA B200")
 _B300 = Gpu((10, 3), 148, 227 << 10, 126 << 20, "NVIDIA B300")
 _THOR = Gpu((11, 0), 20, 227 << 10, 32 << 20, "NVIDIA Thor")
@@ -233,6 +238,7 @@ def _visible_gpu() -> Gpu | str:
             shared_memory_bytes=device.shared_memory_bytes,
             l2_bytes=device.l2_bytes,
             name=device.name,
+            rates=_RATES.get(device.name, H100_RATES),
         )
         for device in devices
     }

@@ -39,15 +39,20 @@ def exponential(a: Array, *, upper_triangular: bool, max_squarings: int) -> Arra
     else:
         result = solve(denominator, numerator)
 
-    def square(x: Array, step: Array) -> tuple[Array, None]:
+    def squared(x: Array, step: int) -> Array:
+        """Square what is unfinished; a step that has none ends it, since each takes a condition."""
+        if step == max_squarings:
+            return x
         unfinished = step < squarings
 
-        def squared(x: Array) -> Array:
-            return jnp.where(unfinished[..., None, None], product(x, x), x)
+        def square(x: Array) -> Array:
+            next_ = jnp.where(unfinished[..., None, None], product(x, x), x)
+            return squared(next_, step + 1)
 
-        return lax.cond(jnp.any(unfinished), squared, lambda x: x, x), None
+        result: Array = lax.cond(jnp.any(unfinished), square, lambda x: x, x)
+        return result
 
-    result, _ = lax.scan(square, result, jnp.arange(max_squarings, dtype=squarings.dtype))
+    result = squared(result, 0)
     # JAX gives NaN for the same matrices. Its approximants have arguments up to twice as large.
     is_refused = jnp.maximum(jnp.floor(doublings), 0) > max_squarings
     return jnp.where(is_refused[..., None, None], jnp.nan, result)

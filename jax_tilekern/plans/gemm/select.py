@@ -12,7 +12,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jax_tilekern.plans.candidate import CostedCandidate, Family, fused_plan, ranked_candidates
+from jax_tilekern.plans.candidate import (
+    CostedCandidate,
+    Family,
+    fused_plan,
+    ranked_candidates,
+    with_cycles,
+)
+from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import EpilogueArray
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm80.candidates import MMA
@@ -24,8 +31,14 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
-from jax_tilekern.plans.policy import choose, current_policy, plan_choice
-from jax_tilekern.plans.policy.workload import Workload, product_workload
+from jax_tilekern.plans.policy import (
+    choose,
+    current_policy,
+    plan_choice,
+    plan_fused,
+    predicted_times,
+)
+from jax_tilekern.plans.policy.workload import Workload, fused_workload, product_workload
 from jax_tilekern.plans.reduction.passes import ReductionCandidate
 from jax_tilekern.plans.tuned import tuned_plan
 
@@ -78,7 +91,7 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
         if tuned is not None:
             return tuned
     if product.epilogue is not None:
-        return fused_plan(found, gpu)
+        return fused_plan(found, gpu) if xla_has_none else _plan_fused(product, found, gpu)
     if xla_has_none:
         return found[0].plan(gpu)
     return plan_choice(workload_of(product, found), found, gpu)
@@ -89,6 +102,42 @@ def workload_of(product: Product, found: Sequence[CostedCandidate]) -> Workload:
     work = product_workload(product)
     is_reduction = isinstance(found[0], ReductionCandidate)
     return dataclasses.replace(work, operation="vector product") if is_reduction else work
+
+
+def _plan_fused(
+    product: Product, found: Sequence[CostedCandidate], gpu: Gpu
+) -> LaunchPlan | NoKernel:
+    """Plan and compile a product with an epilogue, by what is predicted without it.
+
+    A candidate takes its predicted time, and what the epilogue adds to its estimate. XLA takes the
+    time of the accumulators' product, and that of a pass over memory.
+    """
+    plain = product.with_epilogue(None)
+    of_plain = candidates(plain, gpu)
+    if isinstance(of_plain, NoKernel):
+        return fused_plan(found, gpu)
+    times = predicted_times(workload_of(plain, of_plain), of_plain, gpu)
+    if times is None:
+        return fused_plan(found, gpu)
+    rate = gpu.rates.cycles_per_microsecond
+    differences = {
+        candidate.key: rate * us - candidate.cycles
+        for candidate, us in zip(of_plain, times.ours, strict=True)
+    }
+    adjusted = [with_cycles(x, x.cycles + differences.get(x.key, 0.0)) for x in found]
+    return plan_fused(fused_workload(product, _xla_us(product, of_plain, gpu)), adjusted, gpu)
+
+
+def _xla_us(product: Product, of_plain: Sequence[CostedCandidate], gpu: Gpu) -> float:
+    """Return the predicted microseconds of XLA's product and of its pass of the epilogue."""
+    accumulators = dataclasses.replace(
+        product, epilogue=None, out_dtype=accumulator_dtype(product.lhs_dtype)
+    )
+    times = predicted_times(workload_of(accumulators, of_plain), of_plain, gpu)
+    assert times is not None
+    read = _result_bytes(accumulators) + product.epilogue_bytes
+    written = _result_bytes(product) if product.epilogue and product.epilogue.stores else 0
+    return times.xla + copy_cycles((read + written) // 2, gpu) / gpu.rates.cycles_per_microsecond
 
 
 # The time of a kernel that computes half of a product of 16-bit operands, over its estimate: up to

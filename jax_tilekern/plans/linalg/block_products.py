@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from jax_tilekern.plans.candidate import fused_plan
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.select import plan_matmul
+from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, NoKernel, Scalars
 
@@ -75,7 +76,8 @@ class Products:
         )
         geometry = MatmulGeometry((), *sizes, lhs_strides, rhs_strides, out_strides)
         product = Product(geometry, dtype, dtype, dtype, BLOCK_ARITHMETICS[dtype], added)
-        plan = plan_matmul(product, self.gpu)
+        found = candidates(product, self.gpu)
+        plan = found if isinstance(found, NoKernel) else fused_plan(found, self.gpu)
         if isinstance(plan, NoKernel):
             raise NoProduct(plan.reason)
         for i, size in enumerate(plan.workspace_bytes):

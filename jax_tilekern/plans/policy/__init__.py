@@ -5,7 +5,14 @@ own operation. The models of devices are data, one file a device in ``data/``:
 ``python -m benchmarks fit_policy`` fits them to measured calls.
 """
 
-from jax_tilekern.plans.policy.choice import PolicyChoice, choose, choose_kernel, plan_choice
+from jax_tilekern.plans.policy.choice import (
+    PolicyChoice,
+    choose,
+    choose_kernel,
+    plan_choice,
+    plan_fused,
+    predicted_times,
+)
 from jax_tilekern.plans.policy.setting import current_policy, policy, why_excluded
 
 __all__ = [
@@ -14,6 +21,8 @@ __all__ = [
     "choose_kernel",
     "current_policy",
     "plan_choice",
+    "plan_fused",
     "policy",
+    "predicted_times",
     "why_excluded",
 ]

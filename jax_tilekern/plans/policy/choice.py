@@ -6,11 +6,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from jax_tilekern.plans.candidate import Candidate, CostedCandidate
+from jax_tilekern.plans.candidate import Candidate, CostedCandidate, fused_plan, with_cycles
 from jax_tilekern.plans.cpu import Cpu, current_cpu
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import NOT_PREDICTED, LaunchPlan, NoKernel, PredictedUs
@@ -20,6 +20,7 @@ from jax_tilekern.plans.policy.workload import Workload, call_workload, candidat
 
 _C = TypeVar("_C")
 Device = Gpu | Cpu
+_Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Poli
         return PolicyChoice(
             None, f"XLA multiplies {workload.arithmetic} in this CPU's matrix units (AMX)"
         )
-    known = model_of(device.name)
-    if known is None or workload.operation not in known.models:
+    found = predicted_times(workload, candidates, device)
+    if found is None:
         if asked or must:
             return PolicyChoice(candidates[0], why)
         return PolicyChoice(
@@ -49,22 +50,57 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Poli
             f"no times on {device.name} are recorded, so XLA computes it "
             '(jax_tilekern.policy("kernels") takes a kernel)',
         )
-    model, numbers = known.models[workload.operation], known.numbers(workload)
-    xla = known.roofline(workload) * math.exp(model.xla([numbers])[0])
-    kernels = predicted(known, workload, candidates, device, xla)
-    best = int(np.argmin(kernels))
-    ours = float(kernels[best])
-    least, error_factor = model.margin
-    margin = math.exp(max(least, error_factor * model.error([numbers])[0]))
-    times, data = PredictedUs(ours, xla), f"(data of {known.device})"
+    best = int(np.argmin(found.ours))
+    ours = float(found.ours[best])
+    times, data = PredictedUs(ours, found.xla), f"(data of {found.device})"
     if asked or must:
         return PolicyChoice(candidates[best], why, times)
-    if ours * margin <= xla:
+    if ours * found.margin <= found.xla:
         return PolicyChoice(candidates[best], f"predicted faster than XLA {data}", times)
     text = f"XLA is predicted as fast {data}"
-    if ours <= xla:
-        text += f"; a kernel is taken where it is predicted {margin - 1:.0%} faster"
+    if ours <= found.xla:
+        text += f"; a kernel is taken where it is predicted {found.margin - 1:.0%} faster"
     return PolicyChoice(None, text, times)
+
+
+class PredictedTimes(NamedTuple):
+    """Predicted microseconds of a call.
+
+    Attributes
+    ----------
+    ours
+        Of each candidate.
+    xla
+        Of XLA's operation.
+    margin
+        How many times the time of a kernel XLA's has to be.
+    device
+        Whose data predict them.
+    """
+
+    ours: _Array
+    xla: float
+    margin: float
+    device: str
+
+
+def predicted_times(
+    workload: Workload, candidates: Sequence[Any], device: Device
+) -> PredictedTimes | None:
+    """Return the predicted times of candidates and of XLA, or ``None`` without data."""
+    known = model_of(device.name)
+    if known is None or not known.predicts(workload):
+        return None
+    model, xla = known.models.get(workload.operation), known.roofline(workload)
+    if model is None:
+        bases = np.array([base_microseconds(x, device, xla) for x in candidates])
+        return PredictedTimes(bases, xla, 1.0, known.device)
+    numbers = known.numbers(workload)
+    xla *= math.exp(model.xla([numbers])[0])
+    least, error_factor = model.margin
+    margin = math.exp(max(least, error_factor * model.error([numbers])[0]))
+    ours = predicted(known, workload, candidates, device, xla)
+    return PredictedTimes(ours, xla, margin, model.device or known.device)
 
 
 def choose_kernel(
@@ -131,9 +167,33 @@ def plan_choice(
     return dataclasses.replace(plan, reason=reason, predicted_us=choice.predicted_us)
 
 
+def plan_fused(
+    workload: Workload, candidates: Sequence[CostedCandidate], gpu: Gpu
+) -> LaunchPlan | NoKernel:
+    """Choose what computes a product with an epilogue, and compile it.
+
+    XLA's product is one of the accumulators, and a pass over them. It is taken where it is
+    predicted to be faster than the best candidate whose registers hold the epilogue.
+    """
+    choice = choose(workload, candidates, gpu)
+    times = predicted_times(workload, candidates, gpu)
+    if choice.candidate is None or times is None:
+        return NoKernel(choice.reason, choice.predicted_us)
+    cycles = times.ours * gpu.rates.cycles_per_microsecond
+    ranked = sorted(map(with_cycles, candidates, cycles.tolist()), key=lambda x: x.cycles)
+    ours, xla = choice.predicted_us
+    is_faster = ours is not None and xla is not None and ours <= xla
+    limit = times.xla * gpu.rates.cycles_per_microsecond if is_faster else math.inf
+    plan = fused_plan(ranked, gpu, limit)
+    if isinstance(plan, NoKernel):
+        return dataclasses.replace(plan, predicted_us=choice.predicted_us)
+    reason = f"{plan.reason}; {choice.reason}"
+    return dataclasses.replace(plan, reason=reason, predicted_us=choice.predicted_us)
+
+
 def predicted(
     known: DeviceModel, workload: Workload, candidates: Sequence[Any], device: Device, xla: float
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+) -> _Array:
     """Return the predicted microseconds of each candidate, where XLA takes ``xla``."""
     numbers = known.numbers(workload)
     rows = [
@@ -141,9 +201,7 @@ def predicted(
         for candidate in candidates
     ]
     bases = [base_microseconds(candidate, device, xla) for candidate in candidates]
-    result: np.ndarray[tuple[int], np.dtype[np.float64]] = np.asarray(bases) * np.exp(
-        known.models[workload.operation].ours(rows)
-    )
+    result: _Array = np.asarray(bases) * np.exp(known.models[workload.operation].ours(rows))
     return result
 
 

@@ -8,6 +8,7 @@ learned from measured calls. Gradient boosting fits them (Friedman, "Greedy func
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import hashlib
 import json
@@ -88,6 +89,13 @@ class OperationModel:
     # A kernel is taken if the logarithm of the predicted ratio exceeds the first number, and the
     # second times the expected error.
     margin: tuple[float, float]
+    device: str = ""  # of which it has data, if not of that of the file
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> OperationModel:
+        least, of_error = map(float, content["margin"])
+        xla, ours, error = (Forest.from_json(content[name]) for name in ("xla", "ours", "error"))
+        return cls(xla, ours, error, (least, of_error), content.get("device", ""))
 
 
 @dataclass(frozen=True)
@@ -102,8 +110,14 @@ class DeviceModel:
     complex_operations: Mapping[str, float]
     models: Mapping[str, OperationModel]
 
+    def predicts(self, workload: Workload) -> bool:
+        """Whether there are data of a workload's operation, or an estimate by those of others."""
+        return workload.operation in self.models or workload.estimate is not None
+
     def roofline(self, workload: Workload) -> float:
-        """Return the microseconds that rates alone allow."""
+        """Return the microseconds that rates alone allow, or the workload's own estimate."""
+        if workload.estimate is not None:
+            return workload.estimate
         compute = workload.operations / self.operations.get(workload.arithmetic, math.inf)
         return self.launch + max(compute, workload.bytes / self.bytes)
 
@@ -119,13 +133,7 @@ class DeviceModel:
             raise ValueError(f"it has format {content['format']}, and this version reads {FORMAT}")
         rates = content["rates"]
         models = {
-            name: OperationModel(
-                xla=Forest.from_json(model["xla"]),
-                ours=Forest.from_json(model["ours"]),
-                error=Forest.from_json(model["error"]),
-                margin=(float(model["margin"][0]), float(model["margin"][1])),
-            )
-            for name, model in content["models"].items()
+            name: OperationModel.from_json(model) for name, model in content["models"].items()
         }
         return cls(
             content["device"],
@@ -137,17 +145,18 @@ class DeviceModel:
         )
 
 
-# The file of each device: GPUs by the driver's name. An H200 has the SMs of an H100, whose data
-# takes the faster side of 107 pairs recorded on an H200 but for 3 %.
+# The file of each device: GPUs by the driver's name.
 FILES = {
     "NVIDIA H100 80GB HBM3": "h100.json",
-    "NVIDIA H200": "h100.json",
     "CPU with avx2": "avx2.json",
     "CPU with avx512": "avx512_vnni.json",
     "CPU with avx512_vnni": "avx512_vnni.json",
     "CPU with avx512_vnni and AMX": "avx512_vnni_amx.json",
     "CPU with avx512_bf16": "avx512_bf16.json",
 }
+# Devices by which others are known: one that has the same SMs, and the memory's bandwidth over that
+# one's.
+SCALED = {"NVIDIA H200": ("NVIDIA H100 80GB HBM3", 1.37)}
 _FOLDER = Path(str(files(__package__))) / "data"
 
 
@@ -155,13 +164,32 @@ _FOLDER = Path(str(files(__package__))) / "data"
 def model_of(device: str) -> DeviceModel | None:
     """Return what is known of a device, or ``None``; a file that cannot be read is a warning."""
     name = FILES.get(device)
-    return None if name is None else _read(_FOLDER / name)
+    return scaled_model(device) if name is None else _read(_FOLDER / name)
+
+
+def scaled_model(device: str) -> DeviceModel | None:
+    """Return what another device's data say of a device, or ``None``."""
+    of, bandwidth = SCALED.get(device, ("", 1.0))
+    found = model_of(of) if of else None
+    return found and dataclasses.replace(
+        found,
+        device=f"{of}, with {bandwidth:g} times its memory bandwidth",
+        bytes=bandwidth * found.bytes,
+    )
+
+
+def scaled_content(device: str) -> dict[str, Any]:
+    """Return the models that another device's file has for a device, each with their source."""
+    scaled, (of, _) = scaled_model(device), SCALED[device]
+    content = json.loads((_FOLDER / FILES[of]).read_text())["models"]
+    return {name: {"device": scaled and scaled.device, **model} for name, model in content.items()}
 
 
 @functools.cache
 def data_digest(device: str) -> str:
     """Return a digest of what is known of a device; that of nothing is empty."""
-    path = _FOLDER / FILES.get(device, "")
+    name, *_ = SCALED.get(device, (device,))
+    path = _FOLDER / FILES.get(device, FILES.get(name, ""))
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 

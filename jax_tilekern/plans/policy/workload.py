@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -39,6 +40,8 @@ _MOST_ZEROS = 7
 # How many arrays and numbers are features of a call whose planner states no workload.
 _OPERANDS, _RESULTS, _PARAMETERS = 4, 2, 6
 _KINDS = "biufcV"
+# The operation of a product with an epilogue.
+FUSED = "fused product"
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,16 @@ class Workload:
     """The work of a call, as numbers."""
 
     # Which model predicts it: "product", "vector product" (that the kernel of sums computes on
-    # GPUs), "sum", "transpose", "add", or the name of a primitive.
+    # GPUs), "fused product", "sum", "transpose", "add", or the name of a primitive.
     operation: str
     operations: float  # multiply-adds
     bytes: float  # that are read and written, each once
     arithmetic: str  # of the multiply-adds
     features: tuple[float, ...]
     product: Product | None = None
+    # XLA's microseconds by other models. Data, if there are any, correct this in place of a
+    # roofline, and where there are none it stands.
+    estimate: float | None = None
 
 
 def product_workload(product: Product) -> Workload:
@@ -83,6 +89,28 @@ def product_workload(product: Product) -> Workload:
     return Workload("product", operations, total, arithmetic, tuple(map(float, features)), product)
 
 
+def fused_workload(product: Product, estimate: float) -> Workload:
+    """Return the work of a product with an epilogue, of which XLA takes about ``estimate`` us."""
+    epilogue, work = product.epilogue, product_workload(product)
+    assert epilogue is not None
+    matrices = (all(x.strides[-2:]) for x in epilogue.operands)
+    features = (
+        math.log2(1 + product.epilogue_bytes),
+        epilogue.instructions,
+        sum(matrices),
+        len(epilogue.operands),
+        len(epilogue.results),
+        len(epilogue.reductions),
+    )
+    return dataclasses.replace(
+        work,
+        operation=FUSED,
+        bytes=work.bytes + product.epilogue_bytes,
+        features=(*work.features, *map(float, features)),
+        estimate=estimate,
+    )
+
+
 def _aligned_bytes(strides: Sequence[int], itemsize: int) -> int:
     return math.gcd(VECTOR_BYTES, max(strides[-2:]) * itemsize)
 
@@ -106,7 +134,7 @@ def candidate_numbers(
     if not (isinstance(candidate, CostedCandidate) and isinstance(device, Gpu)):
         return ()
     estimates = math.log2(candidate.cycles), math.log2(candidate.cycles / first.cycles)
-    if workload.operation != "product":
+    if workload.operation not in ("product", FUSED):
         return estimates
     tile = _tile_of(candidate.key)
     batch, m, n = (2**x for x in workload.features[:3])

@@ -65,8 +65,9 @@ _PING_PONG_CYCLES = 100
 _PING_PONG_REDUCTIONS = 1.7
 # Cycles for an element of an epilogue's matrix, whose loads a consumer waits for.
 _READ_MATRIX = 0.9
-# Instructions of a thread that an SM issues in a cycle.
-_LANES = 128
+# Instructions of a thread that an SM issues in a cycle: the consumers have two warps for each
+# scheduler, which wait for half of the time.
+_LANES = 64
 # The part of an operand that exceeds L2 which narrow tiles read again from DRAM. Products with 3 to
 # 5 such tiles took 1.17 to 1.69 times the estimate without it.
 _NARROW, _READ_AGAIN = 64, 0.3
