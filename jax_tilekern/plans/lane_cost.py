@@ -3,9 +3,6 @@
 The numbers are fitted to recorded wall times, of which none is held out (docs/tuning-log.md). The
 ratio of both sides is off by a factor of 3 as a rule and of 14 at worst, and right about which one
 is faster. They tell loops over a few numbers from passes over arrays.
-
-Lanes whose ``while`` loops end at different steps wait for each other in a warp: with exponential
-numbers of steps, the mean of the largest of n is the n-th harmonic number times the mean.
 """
 
 from __future__ import annotations
@@ -23,7 +20,9 @@ _INSTRUCTION, _ACCESS = 1.0, 100.0
 # access of a warp; and schedulers of an SM.
 _ISSUE, _WARP_ACCESS, _SCHEDULERS = 0.57, 3.2, 4
 _WARP = 32
-# The same for a group, whose arrays are in shared memory or the L1 cache. Assumed are 30 to 40
+# How many times longer a warp takes whose lanes end their ``while`` loops at different steps.
+_WAITS = 1.5
+# Cycles of a group, whose arrays are in shared memory or the L1 cache. Assumed are 30 to 40
 # cycles, of which loops have four in flight, and six shuffles of 25 cycles for a reduction.
 _GROUP_ACCESS, _GROUP_WARP_ACCESS, _REDUCTION, _BARRIER = 10.0, 1.0, 200.0, 30.0
 # CTAs that an SM has at a time, shared memory that each takes besides its own (CUDA Programming
@@ -66,22 +65,13 @@ class LaneWork:
         """Return the time of a kernel in which so many threads evaluate a lane."""
         if threads > 1:
             return self._group_us(lanes, gpu, threads, shared_bytes)
-        bandwidth = gpu.rates.memory_bandwidth * _SHARE_OF_BANDWIDTH
-        of_warps = self._cycles(lanes, self.lanes_of_warp(lanes, gpu), gpu)
-        cycles = max(of_warps, self.bytes / bandwidth)
-        return _LAUNCH + cycles / gpu.rates.cycles_per_microsecond
-
-    def lanes_of_warp(self, lanes: int, gpu: Gpu) -> int:
-        """Return how many lanes a warp best has of which each is one thread."""
-        widths = [_WARP >> i for i in range(_WARP.bit_length())]
-        return min(widths, key=lambda width: self._cycles(lanes, width, gpu))
-
-    def _cycles(self, lanes: int, width: int, gpu: Gpu) -> float:
-        """Return the cycles of an SM for its warps, each of so many lanes."""
-        waits = sum(1 / n for n in range(1, width + 1)) if self.xla_conditions else 1.0
+        waits = _WAITS if self.xla_conditions else 1.0
         of_thread = self.instructions * _INSTRUCTION + self.accesses * _ACCESS
         issued = self.instructions * _ISSUE / _SCHEDULERS + self.accesses * _WARP_ACCESS
-        return waits * max(of_thread, math.ceil(lanes / width / gpu.sm_count) * issued)
+        of_sm = math.ceil(lanes / _WARP / gpu.sm_count) * issued
+        bandwidth = gpu.rates.memory_bandwidth * _SHARE_OF_BANDWIDTH
+        cycles = max(waits * of_thread, waits * of_sm, self.bytes / bandwidth)
+        return _LAUNCH + cycles / gpu.rates.cycles_per_microsecond
 
     def _group_us(self, lanes: int, gpu: Gpu, threads: int, shared_bytes: int) -> float:
         ctas = math.ceil(lanes / gpu.sm_count)

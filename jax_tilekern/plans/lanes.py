@@ -21,7 +21,7 @@ from jax_tilekern.plans.launch import (
 )
 from jax_tilekern.plans.policy import current_policy
 
-_THREADS = (128, 64)
+_THREADS = (128, 64, 32)
 # Fewer threads a CTA spread few lanes over more SMs.
 _CTAS_PER_SM = 2
 
@@ -83,8 +83,7 @@ def _launched(kernel: LaneKernel, threads: int, gpu: Gpu, told: PredictedUs) -> 
     lanes, of_cta, of_lane = kernel.lanes, threads, f" of {threads} threads each"
     if threads == 1:
         wanted = _CTAS_PER_SM * gpu.sm_count
-        of_warp = kernel.work[0][1].lanes_of_warp(lanes, gpu)
-        of_cta = next((x for x in _THREADS if lanes >= wanted * x), of_warp)
+        of_cta = next((x for x in _THREADS if lanes >= wanted * x), _THREADS[-1])
     ctas = lanes if threads > 1 else math.ceil(lanes / of_cta)
     compiled = kernel.kernel(of_cta)
     entry = compile_kernels(compiled, arch=gpu.arch).entry(compiled.name)
