@@ -16,8 +16,8 @@ from jax_tilekern.plans.gpu import Gpu
 # Cycles of an instruction of a thread, of which neighbours are independent, and of an access to
 # memory, which the next instruction waits for.
 _INSTRUCTION, _ACCESS = 1.0, 100.0
-# Cycles of a scheduler for an instruction of a warp: some are a part of another one. Of an SM for an
-# access of a warp; and schedulers of an SM.
+# Cycles of a scheduler for an instruction of a warp, because some become a part of another one; of
+# an SM for an access of a warp; and schedulers of an SM.
 _ISSUE, _WARP_ACCESS, _SCHEDULERS = 0.57, 3.2, 4
 _WARP = 32
 # How many times longer a warp takes whose lanes end their ``while`` loops at different steps.
