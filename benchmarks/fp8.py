@@ -70,9 +70,9 @@ def _operands(m: int, n: int, k: int) -> Arrays:
     @jax.jit
     def quantized(x: Any, w: Any) -> Arrays:
         values, scales = jtk.quantize(x)
-        weights, of_blocks = jtk.quantize(w, (BLOCK, BLOCK))
-        by_row, of_rows = jtk.quantize(w)
-        return values, weights, scales, of_blocks, scales.T, by_row, of_rows.T
+        weights, block_scales = jtk.quantize(w, (BLOCK, BLOCK))
+        by_row, row_scales = jtk.quantize(w)
+        return values, weights, scales, block_scales, scales.T, by_row, row_scales.T
 
     return x, w, *quantized(x, w)
 
@@ -85,16 +85,16 @@ def _product_errors(arguments: Arrays, results: Mapping[str, Any]) -> Errors:
 
 def _products(big: bool) -> Iterator[Program]:
     def scaled(
-        x: Any, w: Any, values: Any, weights: Any, scales: Any, of_blocks: Any, *_: Any
+        x: Any, w: Any, values: Any, weights: Any, scales: Any, block_scales: Any, *_: Any
     ) -> Any:
-        return jtk.scaled_matmul(values, weights, scales, of_blocks, _BF16)
+        return jtk.scaled_matmul(values, weights, scales, block_scales, _BF16)
 
     def adjacent(x: Any, w: Any, values: Any, weights: Any, *scales: Any) -> Any:
         return jtk.scaled_matmul(values, weights, scales[2].T, scales[1], _BF16)
 
     def by_row(x: Any, w: Any, values: Any, weights: Any, *rest: Any) -> Any:
-        _, _, transposed, rows, of_rows = rest
-        return jtk.scaled_matmul(values, rows, transposed.T, of_rows.T, _BF16)
+        _, _, transposed, rows, row_scales = rest
+        return jtk.scaled_matmul(values, rows, transposed.T, row_scales.T, _BF16)
 
     sides: Sides = {
         "ours": scaled, "rows adjacent": adjacent, "1x128": by_row,
@@ -191,18 +191,18 @@ def _biased(y: Any, bias: Any) -> Any:
 
 
 def _scaled(*operands: Any, epilogue: Any = None, bias: bool = False) -> Any:
-    _, _, values, weights, _, of_blocks, transposed, *_, row = operands
+    _, _, values, weights, _, block_scales, transposed, *_, row = operands
     return jtk.scaled_matmul(
-        values, weights, transposed.T, of_blocks, _BF16, epilogue=epilogue,
+        values, weights, transposed.T, block_scales, _BF16, epilogue=epilogue,
         operands=(row,) if bias else (),
     )  # fmt: skip
 
 
 def _fused_operands(m: int, n: int, k: int, scale: float) -> Arrays:
-    x, w, values, weights, scales, of_blocks, transposed, *others = _operands(m, n, k)
+    x, w, values, weights, scales, block_scales, transposed, *others = _operands(m, n, k)
     (up,) = random_arrays(((n, k), _BF16), seed=1)
     return (
-        x * _BF16(scale), w, values, weights, scales * scale, of_blocks, transposed * scale,
+        x * _BF16(scale), w, values, weights, scales * scale, block_scales, transposed * scale,
         *others, up, jnp.ones(n, _BF16),
     )  # fmt: skip
 
@@ -271,8 +271,8 @@ def _grouped_operands(groups: int, m: int, n: int, k: int) -> Arrays:
     @jax.jit
     def quantized(x: Any, w: Any) -> Arrays:
         values, scales = jtk.quantize(x)
-        _, (weights, of_blocks) = jtk.quantize(w, (BLOCK, BLOCK), both=True)
-        return values, weights, scales.T, of_blocks
+        _, (weights, block_scales) = jtk.quantize(w, (BLOCK, BLOCK), both=True)
+        return values, weights, scales.T, block_scales
 
     return x, w, jnp.asarray(sizes), *quantized(x, w)
 
@@ -286,8 +286,8 @@ def _grouped_errors(arguments: Arrays, results: Mapping[str, Any]) -> Errors:
 
 def _grouped(big: bool) -> Iterator[Program]:
     def scaled(x: Any, w: Any, sizes: Any, values: Any, weights: Any, *scales: Any) -> Any:
-        of_rows, of_blocks = scales
-        return jtk.scaled_ragged_dot(values, weights, sizes, of_rows.T, of_blocks, _BF16)
+        row_scales, block_scales = scales
+        return jtk.scaled_ragged_dot(values, weights, sizes, row_scales.T, block_scales, _BF16)
 
     sides: Sides = {
         "ours": scaled, "bfloat16": lambda x, w, sizes, *_: jtk.ragged_dot(x, w, sizes)

@@ -264,10 +264,10 @@ def _libraries() -> Iterator[Program]:
         mapped: Callable[..., Any] = map_(libraries.recurrent, in_axes=(None, 0))
         return mapped
 
-    def of_weights(map_: Callable[..., Any]) -> Callable[..., Any]:
+    def weights_gradient(map_: Callable[..., Any]) -> Callable[..., Any]:
         return jax.grad(lambda weights, inputs: jnp.sum(last(map_)(weights, inputs) ** 2))
 
-    for name, function in (("", last), ("gradient of ", of_weights)):
+    for name, function in (("", last), ("gradient of ", weights_gradient)):
         yield named(f"{name}RNN of {sequences} sequences", network, _with_threads(function))
 
 

@@ -104,11 +104,11 @@ def _grouped_errors(row: Row, operands: Operands, ours: Any) -> tuple[float, flo
     )
     found: list[tuple[list[Any], ...]] = []
     for group in judged_groups(row):
-        given = row.of_group(group, operands, row.operands)
+        given = row.group_slices(group, operands, row.operands)
         peer = jax.tree.leaves(product(*given))
         with jax.enable_x64(True):
             exact = jax.tree.leaves(exact_product(*map(_wide, given)))
-        found.append((row.of_group(group, jax.tree.leaves(ours), row.results), peer, exact))
+        found.append((row.group_slices(group, jax.tree.leaves(ours), row.results), peer, exact))
     with jax.enable_x64(True):
         each = [
             [float(x) for x in _whole_errors(*map(jnp.concatenate, zip(*of_groups, strict=True)))]
@@ -560,7 +560,7 @@ def fields_of(row: Row) -> Record:
 def _sm_mhz(run: Callable[[], Any]) -> dict[str, int]:
     """Return the clock of the first GPU's SMs while it works, where the driver says it."""
     with ThreadPoolExecutor(1) as other_thread:
-        looking = other_thread.submit(machine.facts, "nvidia_smi")
+        looking = other_thread.submit(machine.probe_results, "nvidia_smi")
         while not looking.done():
             ready(run())
     gpus = looking.result()[0].get("nvidia_smi")

@@ -40,7 +40,9 @@ def new_record(command: Sequence[str], **fields: Any) -> Record:
 
 def environment() -> Record:
     """Return the versions of the software and digests of the library's sources."""
-    found, _ = machine.facts("versions", "cpu", "driver", "nvidia_smi", "nvrtc", "source_digests")
+    found, _ = machine.probe_results(
+        "versions", "cpu", "driver", "nvidia_smi", "nvrtc", "source_digests"
+    )
     cpu, gpus = found.get("cpu", {}), found.get("nvidia_smi")
     versions = {
         **found.get("versions", {}),

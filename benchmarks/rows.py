@@ -187,7 +187,9 @@ class Row:
         return Row("", self.operation, self.type, self.lhs, self.rhs, self.out, {}, self.rhs_type,
                    self.result, self.precision, split)  # fmt: skip
 
-    def of_group(self, group: int, arrays: Sequence[Any], dimensions: Sequence[str]) -> list[Any]:
+    def group_slices(
+        self, group: int, arrays: Sequence[Any], dimensions: Sequence[str]
+    ) -> list[Any]:
         """Return the rows or matrices that arrays of these dimensions have of a group."""
         end = int(self.group_sizes[: group + 1].sum())
         rows = slice(end - int(self.group_sizes[group]), end)

@@ -77,7 +77,7 @@ def _order(sides: Iterable[str], rounds: int) -> list[str]:
     return [x for number in range(rounds) for x in (names[::-1] if number % 2 else names)]
 
 
-def of_blocks(found: Sequence[CallBlock], calls: Mapping[str, int]) -> Times:
+def block_times(found: Sequence[CallBlock], calls: Mapping[str, int]) -> Times:
     """Return the times of a call in each block of each side."""
     blocks = {name: [block for block in found if block.side == name] for name in calls}
     return Times(
@@ -149,9 +149,9 @@ def times_of_rows(
         if len(rows) > 1:
             return [x for row in rows for x in times_of_rows([row], seconds, rounds, most_calls)]
         return [_wall_times(sides[0], rounds, f" ({error})")]
-    found = of_blocks(blocks, calls)
+    found = block_times(blocks, calls)
     return [
-        Times(_of_row(found.device, i), _of_row(found.host, i), found.method)
+        Times(_row_times(found.device, i), _row_times(found.host, i), found.method)
         for i in range(len(rows))
     ]
 
@@ -170,7 +170,7 @@ def rows_of_a_profile(rows: Iterable[_Row], needed: Callable[[_Row], int]) -> It
         yield group
 
 
-def _of_row(times: Mapping[str, Any], row: int) -> dict[str, Any]:
+def _row_times(times: Mapping[str, Any], row: int) -> dict[str, Any]:
     """Return what is found of one row, by the names of its sides."""
     named = ((name.partition(" "), value) for name, value in times.items())
     return {side: value for (number, _, side), value in named if number == str(row)}

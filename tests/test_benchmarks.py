@@ -177,7 +177,7 @@ CALLS = {"ours": 2, "peer": 2}
 
 def test_device_time_of_a_call_is_a_span():
     found = device_time.activities_of_blocks(profile(KERNELS[::-1]), CALLS, ORDER)
-    times = timing.of_blocks(
+    times = timing.block_times(
         [CallBlock(*x) for x in zip(ORDER, (1, 2, 3, 4), found, strict=True)], CALLS
     )
     np.testing.assert_allclose(times.device["ours"], (100e-6, 200e-6))

@@ -245,10 +245,10 @@ ON_CPU = {"default": "cpu", "devices": {"cpu": ["cpu"]}, "restricted_to": None}
 
 
 def problems(errors=None, **changes):
-    facts = copy.deepcopy(GOOD)
+    results = copy.deepcopy(GOOD)
     for name, change in changes.items():
-        facts[name] = {**facts[name], **change}
-    return find_problems(facts, errors or {})
+        results[name] = {**results[name], **change}
+    return find_problems(results, errors or {})
 
 
 NO_PLUGIN = {"jax-cuda13-plugin": None}
@@ -358,11 +358,11 @@ def test_gpus_of_two_architectures():
 
 
 def test_every_probe_succeeds():
-    facts, errors = machine.facts(*machine.PROBES)
+    results, errors = machine.probe_results(*machine.PROBES)
     assert errors == {}
-    assert {"python", "os", "jax", "jaxlib", "numpy", "jax_tilekern"} <= set(facts["versions"])
-    assert set(facts["cache"]) == {"location", "entries", "bytes", "writable"}
-    assert set(facts["cpu_kernels"]) == {"float32", "float64", "bfloat16", "float16", "int8"}
+    assert {"python", "os", "jax", "jaxlib", "numpy", "jax_tilekern"} <= set(results["versions"])
+    assert set(results["cache"]) == {"location", "entries", "bytes", "writable"}
+    assert set(results["cpu_kernels"]) == {"float32", "float64", "bfloat16", "float16", "int8"}
 
 
 def test_a_failing_probe_is_reported_and_the_rest_still_told(capsys, monkeypatch):
@@ -400,6 +400,6 @@ def test_a_report_has_no_paths(capsys, monkeypatch):
     assert not any("home" in line for line in lines)
 
 
-def test_without_nvml_there_are_no_facts_of_the_driver(monkeypatch):
+def test_without_nvml_there_is_no_result_of_the_driver(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert machine.nvidia_smi() == []

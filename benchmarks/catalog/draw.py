@@ -47,7 +47,7 @@ class Draw:
         self.rng, self.only, self.scale = rng, only, scale
 
     @property
-    def of_tests(self):
+    def for_tests(self):
         """Whether types and modes of indices are drawn, on which no time depends."""
         return self.only is not None or self.scale == 1
 

@@ -45,19 +45,20 @@ def layer(draw: Draw, name: str) -> Call:
         operands = *operands, draw.operand((m, n), types[2])
 
     # The same functions in each call.
-    def of_sum(y, b, *residual):
+    def activated_sum(y, b, *residual):
         return sum(residual, activation(y + b))
 
-    def of_product(x, w, b):
+    def activated_product(x, w, b):
         return activation(x @ w + b[None])
 
-    wrapped = of_product, (jtk.fuse(of_product) if name == "fuse" else jtk.patch()(of_product))
+    wrap = jtk.fuse if name == "fuse" else jtk.patch()
+    wrapped = activated_product, wrap(activated_product)
 
     def call(m, x, w, b, *residual):
         if name == "linear":
             return m.linear(x, w, b, activation)
         if name.startswith("matmul"):
-            return m.matmul(x, w, epilogue=of_sum, operands=(b, *residual))
+            return m.matmul(x, w, epilogue=activated_sum, operands=(b, *residual))
         return wrapped[m is jtk](x, w, b)
 
     def errors(result, x, w, b, *residual):
@@ -161,7 +162,7 @@ def row_reduction(draw: Draw, name: str) -> Call:
     operands = draw.operands("mk,kn->m", sizes, [dtype] * 2)
     each, expected = _ROWS[name]
     # Beside the reduction are a bias and the elements.
-    beside = draw.of_tests and draw.chance(0.5)
+    beside = draw.for_tests and draw.chance(0.5)
     if beside:
         operands = *operands, draw.operand((sizes["n"],), dtype)
 

@@ -75,8 +75,8 @@ def with_epilogue(draw: Draw, name: str) -> Call:
     groups = draw.one(1, 3)
     rows = int(draw.rng.integers(0, m + 1)) if draw.chance(0.5) else m
     counts = draw.rng.multinomial(rows, np.full(groups, 1 / groups)).astype(np.int32)
-    of_rows = draw.one((n,), (m, 1), (m, n), ())
-    shapes = (m, k), (groups, k, n), of_rows, (groups, draw.one(1, n))
+    row_shape = draw.one((n,), (m, 1), (m, n), ())
+    shapes = (m, k), (groups, k, n), row_shape, (groups, draw.one(1, n))
     operands = tuple(draw.operand(shape, dtype) for shape in shapes)
     # Rows of no group are zeros.
     of_row = np.repeat(np.arange(groups), counts)

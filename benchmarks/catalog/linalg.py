@@ -27,15 +27,15 @@ def linear_algebra(draw: Draw, name: str) -> Call:
     batch = draw.one((), (), (3,), (17,))
     dtype = draw.type(F32, F64)
     u = 16 * max(8, n) * UNIT_ROUNDOFF[dtype]
-    of_columns = (*batch, n, columns)
-    if name == "solve" and draw.of_tests:  # One vector or matrix for all systems.
-        of_columns = draw.one(of_columns, of_columns, (n,), (n, columns))
-    shapes = [(*batch, n, n), of_columns][: 1 + ("solve" in name)]
+    right_side = (*batch, n, columns)
+    if name == "solve" and draw.for_tests:  # One vector or matrix for all systems.
+        right_side = draw.one(right_side, right_side, (n,), (n, columns))
+    shapes = [(*batch, n, n), right_side][: 1 + ("solve" in name)]
     operands = tuple(draw.operand(shape, dtype) for shape in shapes)
     lower, transposed, unit_diagonal = (draw.chance(0.5) for _ in range(3))
-    left_side = name == "solve_triangular" or (draw.of_tests and draw.chance(0.5))
+    left_side = name == "solve_triangular" or (draw.for_tests and draw.chance(0.5))
     # The triangle that is not read is NaN.
-    has_nan = draw.of_tests and draw.only is None and draw.chance(0.5)
+    has_nan = draw.for_tests and draw.only is None and draw.chance(0.5)
 
     def call(m, a, *others):
         a = jnp.matmul(a, a.mT, precision="highest") / n if name == "cholesky" else a
@@ -107,7 +107,7 @@ def linear_algebra(draw: Draw, name: str) -> Call:
         ]
 
     text = f"{lower=}, {transposed=}, {unit_diagonal=}" if "triangular" in name else ""
-    if draw.of_tests:
+    if draw.for_tests:
         text = f"{lower=}, {transposed=}, {unit_diagonal=}, {left_side=}, {has_nan=}"
     return Call(f"linalg.{name}", text, operands, call, errors, is_plain=False)
 
@@ -117,7 +117,7 @@ def norms(a):
     return np.sqrt((np.abs(a) ** 2).sum((-2, -1), keepdims=True)).astype(np.float64)
 
 
-def of_columns(x):
+def column_products(x):
     """Return the products of columns, without the identity."""
     return np.abs(x.mT @ x - np.eye(x.shape[-1]))
 
@@ -180,7 +180,7 @@ def decompositions(draw: Draw, name: str) -> Call:
         # Values are in order.
         return [
             (np.abs(product - a), bound),
-            *((of_columns(x), np.full(1, share)) for x in orthogonal),
+            *((column_products(x), np.full(1, share)) for x in orthogonal),
             ((np.diff(w) < 0).astype(float), np.zeros(1)),
         ]
 

@@ -227,7 +227,7 @@ def _row_quantize(y: Any) -> Any:
     return _quantize(y)
 
 
-def of_blocks(scales: Any, shape: Sequence[int]) -> Any:
+def element_scales(scales: Any, shape: Sequence[int]) -> Any:
     """Return the scale of each element, of scales of blocks of 128 or of whole dimensions."""
     for axis in (-2, -1):
         if scales.shape[axis] not in (1, shape[axis]):
@@ -241,15 +241,15 @@ def _scaled_matmul(
     operands: Any = (),
 ) -> Any:  # fmt: skip
     wide = lhs_scales.dtype
-    rows = lhs.astype(wide) * of_blocks(lhs_scales, lhs.shape)
-    columns = rhs.astype(wide) * of_blocks(rhs_scales, rhs.shape)
+    rows = lhs.astype(wide) * element_scales(lhs_scales, lhs.shape)
+    columns = rhs.astype(wide) * element_scales(rhs_scales, rhs.shape)
     return _with_epilogue(rows @ columns.mT, epilogue, operands)
 
 
 def _scaled_ragged_dot(lhs: Any, rhs: Any, sizes: Any, lhs_scales: Any, rhs_scales: Any) -> Any:
     wide = lhs_scales.dtype
-    rows = lhs.astype(wide) * of_blocks(lhs_scales, lhs.shape)
-    matrices = rhs.astype(wide) * of_blocks(rhs_scales, rhs.shape)
+    rows = lhs.astype(wide) * element_scales(lhs_scales, lhs.shape)
+    matrices = rhs.astype(wide) * element_scales(rhs_scales, rhs.shape)
     return _masked_products(rows, matrices.mT, sizes)
 
 

@@ -18,13 +18,13 @@ from benchmarks.catalog.bounds import (
 )
 from benchmarks.catalog.call import Call, Operand, describe
 from benchmarks.catalog.draw import Draw
-from benchmarks.catalog.oracles import of_blocks
+from benchmarks.catalog.oracles import element_scales
 
 # A rounding to an 8-bit float with a scale errs by a share of the number, or of the largest one.
 _ROUNDING, _LEAST = UNIT_ROUNDOFF[F8E4] * (1 + 2.0**-16), 2.0**-10 / 448
 
 
-def _of_rounding(x):
+def _rounding_error(x):
     largest = np.abs(x).max(-1, keepdims=True, initial=0)
     return np.maximum(_ROUNDING * np.abs(x), 2 * _LEAST * largest)
 
@@ -41,7 +41,7 @@ def quantize(draw: Draw, name: str) -> Call:
     operand = draw.operand((rows, columns), draw.type(F32, BF16, F16))
 
     def errors(result, x):
-        return [(np.abs(wide(result) - wide(x)), _of_rounding(wide(x)))]
+        return [(np.abs(wide(result) - wide(x)), _rounding_error(wide(x)))]
 
     return Call(
         name, "", (operand,), lambda m, x: _restored(*m.quantize(x)), errors, is_plain=False
@@ -58,7 +58,7 @@ def row_quantize(draw: Draw, name: str) -> Call:
         y, magnitude, terms = einsum("mk,kn->mn", wide(x), wide(w))
         share = (terms + 4) * 2.0**-24 + operand_rounding([dtype] * 2, None)
         slack = share * magnitude + UNIT_ROUNDOFF[dtype] * np.abs(y)
-        return [(np.abs(wide(result) - y), _of_rounding(y) + 2 * slack.max(-1, keepdims=True))]
+        return [(np.abs(wide(result) - y), _rounding_error(y) + 2 * slack.max(-1, keepdims=True))]
 
     return Call(
         name,
@@ -83,7 +83,7 @@ def scaled_product(draw: Draw, name: str) -> Call:
     has_groups, has_epilogue = name == "scaled_ragged_dot", name.endswith("epilogue")
     batch = (groups,) if has_groups else ()
     of_lhs, of_rhs, of_batch = (m, 1), (n, 1), ()
-    if draw.of_tests:
+    if draw.for_tests:
         k += draw.one(0, 128, 200)
         of_lhs, of_rhs = _scales(draw, m, k), _scales(draw, n, k)
         if not has_groups:
@@ -113,7 +113,7 @@ def scaled_product(draw: Draw, name: str) -> Call:
 
     def errors(result, x, w, x_scales, w_scales, *others):
         x, w = (
-            wide(x) * np.asarray(of_blocks(wide(scales), x.shape))
+            wide(x) * np.asarray(element_scales(wide(scales), x.shape))
             for x, scales in ((x, x_scales), (w, w_scales))
         )
         if has_groups:
@@ -143,7 +143,7 @@ _DIMENSIONS = (
 def fp8_dot_general(draw: Draw, name: str) -> Call:
     """Draw a product of which both operands are quantised."""
     dtype = draw.type(F32, BF16, F16)
-    subscripts = draw.one(*_DIMENSIONS) if draw.of_tests else "mk,kn->mn"
+    subscripts = draw.one(*_DIMENSIONS) if draw.for_tests else "mk,kn->mn"
     lhs, rhs = subscripts.partition("->")[0].split(",")
     operands = draw.operands(subscripts, draw.sizes(set(lhs + rhs)), [dtype] * 2)
     out = subscripts.partition("->")[2]
@@ -166,7 +166,7 @@ def fp8_dot_general(draw: Draw, name: str) -> Call:
 
     return Call(
         name,
-        subscripts if draw.of_tests else "",
+        subscripts if draw.for_tests else "",
         operands,
         lambda m, x, w: m.fp8_dot_general(x, w, dimensions),
         errors,

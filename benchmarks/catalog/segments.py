@@ -31,19 +31,19 @@ _UFUNCS = {"max": np.maximum, "min": np.minimum, "prod": np.multiply}
 def segments(draw: Draw, name: str) -> Call:
     """Draw reductions of rows to segments, of which some are empty and one has many edges."""
     edges, count, columns = draw.size(), draw.size(), max(1, draw.size(20))
-    if draw.of_tests and draw.only is None:  # Of many edges threads have a part each.
+    if draw.for_tests and draw.only is None:  # Of many edges threads have a part each.
         edges, count = edges * draw.one(1, 1, 30), count * draw.one(1, 1, 30)
     has_plan = name == "segment_plan"
-    whole = _INTEGERS if draw.of_tests and name != "segment_mean" else ()
+    whole = _INTEGERS if draw.for_tests and name != "segment_mean" else ()
     dtype = draw.type(F32, BF16, F16, F64, *whole)
     name = "segment_sum" if has_plan else name
     reduction = name.removeprefix("segment_")
     ids = draw.rng.integers(-2, count + 2, edges)
-    types = _INTEGERS if draw.of_tests else tuple(map(np.dtype, ("int8", "int16", "int32")))
+    types = _INTEGERS if draw.for_tests else tuple(map(np.dtype, ("int8", "int16", "int32")))
     ids = ids.astype(draw.one(*types))
     middle = min(count // 2, np.iinfo(ids.dtype).max)
     ids = np.where(draw.rng.random(edges) < draw.one(0.0, 0.5, 1.0), middle, ids).astype(ids.dtype)
-    is_sorted, mode = draw.chance(0.3), draw.one(*(_MODES if draw.of_tests else (None, "clip")))
+    is_sorted, mode = draw.chance(0.3), draw.one(*(_MODES if draw.for_tests else (None, "clip")))
     has_plan = has_plan or draw.chance(0.4)
     if mode == "promise_in_bounds":
         ids = np.clip(ids, 0, max(0, count - 1)).astype(ids.dtype)
@@ -80,8 +80,8 @@ def segments(draw: Draw, name: str) -> Call:
             return [compared(result, value, 0)]
         if reduction == "prod":
             # A part of the product may underflow, and the other factors are larger than 1.
-            lost = 2.0**-126 * reduced(np.maximum(np.abs(wide(x)), 1), 1)
-            slack = 2 * (edges + 1) * (unit(dtype) * np.abs(value) + lost)
+            underflow = 2.0**-126 * reduced(np.maximum(np.abs(wide(x)), 1), 1)
+            slack = 2 * (edges + 1) * (unit(dtype) * np.abs(value) + underflow)
             return [compared(result, value, slack)]
         divisors = np.ones(count)
         if reduction == "mean":
@@ -109,7 +109,7 @@ def rows_of_table(draw: Draw, name: str) -> Call:
     edges, rows, columns = draw.size(), max(1, draw.size()), max(1, draw.size(20))
     dtype = draw.type(F32, BF16, F16, F64)
     index, mode = draw.rng.integers(-rows, rows, edges).astype(np.int32), None
-    if draw.of_tests:
+    if draw.for_tests:
         index = draw.rng.integers(-rows - 3, rows + 3, edges).astype(np.int32)
         mode = draw.one(None, "clip", *(("wrap", "fill") if name == "take" else ("drop",)))
     (table,) = draw.operands("rc->", {"r": rows, "c": columns}, [dtype])
@@ -158,7 +158,7 @@ def messages(draw: Draw, name: str) -> Call:
     dtype, reduction = draw.type(F32, BF16, F16, F64), draw.one("sum", "sum", "max")
     ids = draw.rng.integers(-1, count + 1, edges).astype(np.int32)
     source = draw.rng.integers(0, nodes, edges).astype(np.int32)
-    if draw.of_tests:  # Negative ones count from the last row, and others read zeros.
+    if draw.for_tests:  # Negative ones count from the last row, and others read zeros.
         source = draw.rng.integers(-nodes - 2, nodes + 2, edges).astype(np.int32)
     operands = (
         draw.operand((nodes, columns), dtype),

@@ -50,7 +50,7 @@ _COLUMNS = (
 
 def problems(sizes: Sizes) -> tuple[Problem, ...]:
     rows, columns = sizes
-    a, of_rows, of_columns = (
+    a, row_vector, column_vector = (
         jax.ShapeDtypeStruct(shape, np.dtype(np.float32))
         for shape in ((rows, columns), (rows,), (columns,))
     )
@@ -60,8 +60,8 @@ def problems(sizes: Sizes) -> tuple[Problem, ...]:
         "peers": (Rung("jnp.matmul", (jnp.matmul,)),), "bytes": 4 * (a.size + rows + columns),
     }  # fmt: skip
     sides: dict[str, Any] = {
-        "a @ x": {"operands": (a, of_columns), "rungs": _ROWS},
-        "x @ a": {"operands": (of_rows, a), "rungs": _COLUMNS},
+        "a @ x": {"operands": (a, column_vector), "rungs": _ROWS},
+        "x @ a": {"operands": (row_vector, a), "rungs": _COLUMNS},
     }
     return tuple(
         Problem(f"{name}, a {rows}x{columns} float32", **side, **of_all)

@@ -16,7 +16,7 @@ from jax_tilekern.cli.problems import find_problems
 
 HELP = "show what the package finds on this machine, and how to fix its problems"
 
-# Words for the names of facts, which records share.
+# Words for the names of results, which records share.
 _WORDS = {
     "backends": "JAX backends",
     "cpu": "CPU",
@@ -53,18 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status: 1 if there is a problem."""
-    facts, errors = machine.facts(*machine.PROBES)
+    results, errors = machine.probe_results(*machine.PROBES)
     if arguments.report:
-        print("\n".join(["```text", *_report(facts, errors), "```"]))
+        print("\n".join(["```text", *_report(results, errors), "```"]))
         return 0
     text_width = shutil.get_terminal_size().columns - _HEADING_WIDTH
     for name in machine.PROBES:
         why = errors.get(name, "").removeprefix("NoBackend: ")
-        found = [f"unknown: {why}"] if name in errors else _lines(facts[name])
+        found = [f"unknown: {why}"] if name in errors else _lines(results[name])
         lines = [part for line in found for part in textwrap.wrap(line, text_width)]
         for heading, line in zip([_word(name), *[""] * len(lines)], lines, strict=False):
             print(f"{heading:{_HEADING_WIDTH}}{line}")
-    problems = find_problems(facts, errors)
+    problems = find_problems(results, errors)
     for problem in problems:
         print(f"\nProblem: {textwrap.fill(problem.what, text_width)}\n  {problem.fix}")
     if not problems:
@@ -72,19 +72,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _report(facts: dict[str, Any], errors: dict[str, str]) -> Iterator[str]:
+def _report(results: dict[str, Any], errors: dict[str, str]) -> Iterator[str]:
     """Yield the lines of a bug report, in which ``<path>`` stands for each path."""
     for name in machine.PROBES:
         omitted = _NOT_REPORTED.get(name, "")
         if omitted is None:
             continue
-        fact = facts.get(name)
-        if isinstance(fact, dict):
-            fact = {key: value for key, value in fact.items() if key != omitted}
-        lines = [f"unknown: {errors[name]}"] if name in errors else _lines(fact)
+        result = results.get(name)
+        if isinstance(result, dict):
+            result = {key: value for key, value in result.items() if key != omitted}
+        lines = [f"unknown: {errors[name]}"] if name in errors else _lines(result)
         for line in lines:
             yield f"{_word(name)}: {_without_paths(line)}"
-    for problem in find_problems(facts, errors):
+    for problem in find_problems(results, errors):
         yield f"problem: {_without_paths(problem.what)}"
 
 
@@ -97,23 +97,23 @@ def _word(name: str) -> str:
     return _WORDS.get(name, name.replace("_", " "))
 
 
-def _lines(fact: Any) -> Iterator[str]:
-    """Yield a fact as lines of text."""
-    if isinstance(fact, dict):
-        for key, value in fact.items():
+def _lines(result: Any) -> Iterator[str]:
+    """Yield a result as lines of text."""
+    if isinstance(result, dict):
+        for key, value in result.items():
             if value not in (None, [], {}):
                 text = size(value) if key.endswith("bytes") else "; ".join(_lines(value))
                 yield f"{_word(key)}: {text}"
-    elif isinstance(fact, list):
-        if fact and isinstance(fact[0], dict):
-            yield from ("; ".join(_lines(item)) for item in fact)
+    elif isinstance(result, list):
+        if result and isinstance(result[0], dict):
+            yield from ("; ".join(_lines(item)) for item in result)
         else:
-            yield ", ".join(str(item).removeprefix("jax_tilekern_") for item in fact) or "none"
-    elif isinstance(fact, float):
-        yield f"{fact:.2g}"
-    elif isinstance(fact, bool):
-        yield "yes" if fact else "no"
-    elif isinstance(fact, str) and re.fullmatch(r"[0-9a-f]{64}", fact):
-        yield fact[:12]
+            yield ", ".join(str(item).removeprefix("jax_tilekern_") for item in result) or "none"
+    elif isinstance(result, float):
+        yield f"{result:.2g}"
+    elif isinstance(result, bool):
+        yield "yes" if result else "no"
+    elif isinstance(result, str) and re.fullmatch(r"[0-9a-f]{64}", result):
+        yield result[:12]
     else:
-        yield str(fact)
+        yield str(result)

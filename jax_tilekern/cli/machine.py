@@ -75,16 +75,16 @@ class NoBackend(RuntimeError):
 def backends() -> dict[str, Any]:
     """Return JAX's default backend and its devices by platform; no default if none starts."""
     # JAX_PLATFORMS or the configuration may restrict JAX to some platforms.
-    facts: dict[str, Any] = {"restricted_to": jax.config.jax_platforms or None}
+    platforms: dict[str, Any] = {"restricted_to": jax.config.jax_platforms or None}
     try:
         _require_backend()
     except NoBackend as error:
-        return {"default": None, "devices": {}, **facts, "why_none": str(error)}
+        return {"default": None, "devices": {}, **platforms, "why_none": str(error)}
     devices = {
         name: [device.device_kind for device in client.devices()]
         for name, client in jax.extend.backend.backends().items()
     }
-    return {"default": jax.default_backend(), "devices": devices, **facts, "why_none": None}
+    return {"default": jax.default_backend(), "devices": devices, **platforms, "why_none": None}
 
 
 def _require_backend() -> None:
@@ -175,12 +175,12 @@ def nvidia_smi() -> list[dict[str, str]]:
     except pynvml.NVMLError:
         return []
     try:
-        return [_nvml_facts(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [_nvml_device(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
     finally:
         pynvml.nvmlShutdown()
 
 
-def _nvml_facts(nvml: Any, index: int) -> dict[str, str]:
+def _nvml_device(nvml: Any, index: int) -> dict[str, str]:
     gpu = nvml.nvmlDeviceGetHandleByIndex(index)
     clock, max_clock = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo
     queries: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -198,14 +198,14 @@ def _nvml_facts(nvml: Any, index: int) -> dict[str, str]:
             lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
         ),
     }
-    facts = {"index": str(index)}
+    found = {"index": str(index)}
     for name, (form, query) in queries.items():
         try:
-            facts[name] = form.format(query())
+            found[name] = form.format(query())
         # A virtual GPU, for one, does not tell its power.
         except nvml.NVMLError_NotSupported:
-            facts[name] = "[N/A]"
-    return facts
+            found[name] = "[N/A]"
+    return found
 
 
 def nvrtc() -> dict[str, Any]:
@@ -268,7 +268,7 @@ PROBES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def facts(*names: str) -> tuple[dict[str, Any], dict[str, str]]:
+def probe_results(*names: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the results of the probes ``names``, and the errors of those that failed."""
     found: dict[str, Any] = {}
     errors: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Problems of an environment, derived from facts about it, and the command that fixes each."""
+"""Problems of an environment, derived from results of probes, and the command that fixes each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OLDEST_GPU = (8, 0)
 # A float32 product of 128 terms errs by less than this in TF32, and by much less in float32.
 _TRIAL_ERROR = 2e-3
 
-Fact = Mapping[str, Any]
+Result = Mapping[str, Any]
 
 
 class Diagnosis(NamedTuple):
@@ -23,14 +23,14 @@ class Diagnosis(NamedTuple):
     fix: str
 
 
-def find_problems(facts: Fact, errors: Mapping[str, str]) -> list[Diagnosis]:
-    """Return the problems that the facts show.
+def find_problems(results: Result, errors: Mapping[str, str]) -> list[Diagnosis]:
+    """Return the problems that results of probes show.
 
     Parameters
     ----------
-    facts, errors
-        The results of :func:`jax_tilekern.cli.machine.facts`. Missing facts are not judged, and a
-        probe that failed is itself a problem.
+    results, errors
+        What :func:`jax_tilekern.cli.machine.probe_results` returns. Missing results are not judged,
+        and a probe that failed is itself a problem.
     """
     # A missing backend explains the probes that fail for want of it.
     found = [
@@ -41,15 +41,15 @@ def find_problems(facts: Fact, errors: Mapping[str, str]) -> list[Diagnosis]:
         for name, error in errors.items()
         if not error.startswith("NoBackend")
     ]
-    # The parameters of a rule are the facts that it needs.
+    # The parameters of a rule are the results that it needs.
     for rule in (_jax, _backend, _plugin, _gpus, _nvrtc, _cache, _handlers, _product):
         needed = inspect.signature(rule).parameters
-        if needed.keys() <= facts.keys():
-            found += rule(**{name: facts[name] for name in needed})
+        if needed.keys() <= results.keys():
+            found += rule(**{name: results[name] for name in needed})
     return found
 
 
-def _jax(versions: Fact) -> Iterator[Diagnosis]:
+def _jax(versions: Result) -> Iterator[Diagnosis]:
     version = versions["jax"]
     release = tuple(int(part) for part in version.split(".")[:2])
     fix = f"pip install 'jax>={_dotted(_OLDEST_JAX)},<={_dotted(_NEWEST_JAX)}.99'"
@@ -62,7 +62,7 @@ def _jax(versions: Fact) -> Iterator[Diagnosis]:
         )
 
 
-def _backend(driver: Fact, backends: Fact, versions: Fact) -> Iterator[Diagnosis]:
+def _backend(driver: Result, backends: Result, versions: Result) -> Iterator[Diagnosis]:
     restricted, gpus = backends["restricted_to"], driver["gpus"]
     lacks_plugin = gpus and not _plugins(versions)
     fix = (
@@ -93,7 +93,7 @@ def _backend(driver: Fact, backends: Fact, versions: Fact) -> Iterator[Diagnosis
         )
 
 
-def _plugin(driver: Fact, versions: Fact) -> Iterator[Diagnosis]:
+def _plugin(driver: Result, versions: Result) -> Iterator[Diagnosis]:
     for major in _plugins(versions) if driver["gpus"] else []:
         if major > int(driver["cuda"].split(".")[0]):
             yield Diagnosis(
@@ -104,7 +104,7 @@ def _plugin(driver: Fact, versions: Fact) -> Iterator[Diagnosis]:
             )
 
 
-def _gpus(driver: Fact) -> Iterator[Diagnosis]:
+def _gpus(driver: Result) -> Iterator[Diagnosis]:
     capabilities = [tuple(gpu["compute_capability"]) for gpu in driver["gpus"]]
     newest = max(capabilities, default=_OLDEST_GPU)
     only_newest = ",".join(str(i) for i, found in enumerate(capabilities) if found == newest)
@@ -124,7 +124,7 @@ def _gpus(driver: Fact) -> Iterator[Diagnosis]:
         )
 
 
-def _nvrtc(driver: Fact, nvrtc: Fact) -> Iterator[Diagnosis]:
+def _nvrtc(driver: Result, nvrtc: Result) -> Iterator[Diagnosis]:
     if driver["gpus"] and nvrtc["path"] is None:
         package = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc>=13,<14"}
         yield Diagnosis(
@@ -133,7 +133,7 @@ def _nvrtc(driver: Fact, nvrtc: Fact) -> Iterator[Diagnosis]:
         )
 
 
-def _cache(cache: Fact, nvrtc: Fact) -> Iterator[Diagnosis]:
+def _cache(cache: Result, nvrtc: Result) -> Iterator[Diagnosis]:
     # Without NVRTC there are no compiled kernels to cache.
     if nvrtc["path"] is not None and not cache["writable"]:
         folder = cache["location"]
@@ -143,7 +143,7 @@ def _cache(cache: Fact, nvrtc: Fact) -> Iterator[Diagnosis]:
         )
 
 
-def _handlers(registered_targets: Fact, installation: Fact) -> Iterator[Diagnosis]:
+def _handlers(registered_targets: Result, installation: Result) -> Iterator[Diagnosis]:
     for platform in ("cpu", "CUDA"):
         if not registered_targets.get(platform):
             yield Diagnosis(
@@ -153,7 +153,7 @@ def _handlers(registered_targets: Fact, installation: Fact) -> Iterator[Diagnosi
             )
 
 
-def _product(trial_product: Fact, installation: Fact) -> Iterator[Diagnosis]:
+def _product(trial_product: Result, installation: Result) -> Iterator[Diagnosis]:
     error = trial_product["error"]
     # The negation makes an error of NaN a problem.
     if not error <= _TRIAL_ERROR:
@@ -163,16 +163,16 @@ def _product(trial_product: Fact, installation: Fact) -> Iterator[Diagnosis]:
         )
 
 
-def _reinstall(installation: Fact) -> str:
+def _reinstall(installation: Result) -> str:
     return f"pip install --force-reinstall --no-deps '{installation['from']}'"
 
 
-def _plugins(versions: Fact) -> list[int]:
+def _plugins(versions: Result) -> list[int]:
     """Return the CUDA versions of JAX's installed plugins."""
     return [major for major in (12, 13) if versions.get(f"jax-cuda{major}-plugin")]
 
 
-def _newest_cuda(driver: Fact) -> int:
+def _newest_cuda(driver: Result) -> int:
     """Return the newest CUDA version with a JAX plugin that the driver supports."""
     return 13 if int(driver["cuda"].split(".")[0]) >= 13 else 12
 

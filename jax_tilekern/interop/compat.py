@@ -371,14 +371,17 @@ def key_functions(dtype: Any) -> Any:
 def lowered_functions() -> dict[str, Callable[..., Any]]:
     """Return the functions of arrays that JAX lowers primitives to."""
 
-    def of_type(function: Callable[..., Any], *operands: Any) -> Any:
+    def with_operand_type(function: Callable[..., Any], *operands: Any) -> Any:
         return function(*operands, dtype=operands[0].dtype)
 
     functions = ("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta")
     ciphers = ("philox2x32", "philox4x32", "threefry4x32")
     return {
         "bessel_i0e": _special.bessel_i0e_impl,
-        **{x: functools.partial(of_type, getattr(_special, f"{x}_impl")) for x in functions},
+        **{
+            x: functools.partial(with_operand_type, getattr(_special, f"{x}_impl"))
+            for x in functions
+        },
         **{x: getattr(sys.modules[f"jax._src.random.{x}"], f"_{x}_lowering") for x in ciphers},
     }
 

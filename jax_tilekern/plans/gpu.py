@@ -53,7 +53,7 @@ class GpuRates:
     cta_cycles: float  # Cycles to start and to end a CTA.
     # Cycles of the first launch of a plan with its first loads, and of each launch that follows.
     launch_cycles: float
-    further_launch_cycles: float
+    next_launch_cycles: float
     # By arithmetic, multiply-adds per cycle of one SM with ``mma.sync``, or on CUDA cores for
     # ``"f32"``.
     mma_macs: Mapping[str, int] = field(hash=False)
@@ -77,7 +77,7 @@ H100_RATES = GpuRates(
     cta_cycles=2500,
     # Measured: 2.6 us, and 2.4 us for each launch that follows.
     launch_cycles=4500,
-    further_launch_cycles=4000,
+    next_launch_cycles=4000,
     # A100 data sheet, dense: 312 TFLOP/s of bfloat16 by 108 SMs at 1.41 GHz, and so on; float8 is
     # Ada's. 100 stands between the A100's 64 and the H100's 128. Only the order of magnitude
     # matters, because these kernels mostly wait for bytes.

@@ -94,10 +94,10 @@ def _loss_and_gradient(*operands: Array, wanted: Sequence[int], options: Sequenc
 
     if not wanted:
         return [total(*found)]
-    value, bars = jax.value_and_grad(total, tuple(range(len(found))))(*found)
+    value, cotangents = jax.value_and_grad(total, tuple(range(len(found))))(*found)
     return [
         value,
-        *_cotangents(*operands[:4], found[0], *bars, wanted=wanted, options=options),
+        *_cotangents(*operands[:4], found[0], *cotangents, wanted=wanted, options=options),
     ]
 
 
@@ -114,8 +114,8 @@ def _cross_entropy_jvp(
     if wanted:
         return jvp_of(_loss_and_gradient, primals, tangents, wanted=wanted, **params)
     moving = _moving(tangents)
-    total, *bars = cross_entropy(*primals, wanted=moving, **params)
-    moved = [(x.astype(total.dtype), tangents[i]) for i, x in zip(moving, bars, strict=True)]
+    total, *cotangents = cross_entropy(*primals, wanted=moving, **params)
+    moved = [(x.astype(total.dtype), tangents[i]) for i, x in zip(moving, cotangents, strict=True)]
     return [total], [sum((x * dot.astype(x.dtype)).sum() for x, dot in moved)]
 
 
@@ -127,8 +127,8 @@ def _statistics_jvp(
     return results, _tangents(*primals, results[0], *dots, wanted=moving, **params)
 
 
-def _transposed_tangents(bars: Results, *operands: Any, **params: Any) -> Results:
-    result: Results = _cotangents(*operands[:5], *bars, **params)
+def _transposed_tangents(cotangents: Results, *operands: Any, **params: Any) -> Results:
+    result: Results = _cotangents(*operands[:5], *cotangents, **params)
     return result
 
 

@@ -58,10 +58,10 @@ def _equation(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
         return max(branches, key=lambda work: work.instructions + work.accesses)
     if is_copy(name) or name in VIEWS:
         return LaneWork()
-    return _of_elements(eqn, threads, deferred)
+    return _elementwise_work(eqn, threads, deferred)
 
 
-def _of_elements(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
+def _elementwise_work(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
     name, out = eqn.primitive.name, eqn.outvars[0]
     results = sum(map(_size, eqn.outvars))
     operands = [_size(x) for x in eqn.invars]

@@ -382,7 +382,7 @@ def _define_system(
         summed = ", of two tangents" * (terms > 1)
         return describe(**params) + summed + ", for two gradients" * (copies > 1)
 
-    def reference_of_sum(
+    def sum_reference(
         a: Array, *right_sides: Array, terms: int, copies: int, **params: bool
     ) -> tuple[Array, ...]:
         return (reference(a, functools.reduce(lax.add, right_sides), **params),) * copies
@@ -390,7 +390,7 @@ def _define_system(
     bind: _Bind = define(
         Operation(
             f"tilekern_{name}",
-            reference=reference_of_sum,
+            reference=sum_reference,
             like_results=like_results,
             batch=batch,
             sharding_rule=functools.partial(

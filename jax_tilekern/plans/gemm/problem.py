@@ -221,4 +221,4 @@ class Product:
 def copy_cycles(bytes_: int, gpu: Gpu) -> float:
     """Estimate a further launch that reads and writes so many bytes each."""
     rates = gpu.rates
-    return rates.further_launch_cycles + 2 * bytes_ / (_COPY_EFFICIENCY * rates.memory_bandwidth)
+    return rates.next_launch_cycles + 2 * bytes_ / (_COPY_EFFICIENCY * rates.memory_bandwidth)

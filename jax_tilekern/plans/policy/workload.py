@@ -241,8 +241,8 @@ def call_workload(
     words, numbers = _described([params[name] for name in sorted(params)])
     features = (
         len(operands),
-        *_of_arrays(operands, _OPERANDS),
-        *_of_arrays(results, _RESULTS),
+        *_array_features(operands, _OPERANDS),
+        *_array_features(results, _RESULTS),
         # Trees tell the few variants of an operation by any number.
         zlib.crc32(" ".join(words).encode()) % 2**16,
         *(numbers + [-1] * _PARAMETERS)[:_PARAMETERS],
@@ -254,7 +254,7 @@ def _itemsize(dtype: Any) -> int:
     return int(getattr(dtype, "itemsize", 1))
 
 
-def _of_arrays(arrays: Sequence[Any], count: int) -> Iterator[float]:
+def _array_features(arrays: Sequence[Any], count: int) -> Iterator[float]:
     """Yield the numbers of the first arrays, and zeros where there are fewer."""
     for x in arrays[:count]:
         rows, columns = (1, 1, *x.shape)[-2:]

@@ -71,7 +71,7 @@ def reduction_candidate(
         # Chunks are whole steps, so fewer may do.
         chunk_k = math.ceil(math.ceil(whole.k / whole.k_step) / chunks) * whole.k_step
         passes = whole.partial(math.ceil(whole.k / chunk_k))
-        cycles += gpu.rates.further_launch_cycles
+        cycles += gpu.rates.next_launch_cycles
     first = passes[0]
     if max(first.slots, first.chunk_k, first.ctas) > _MAX:
         return None

@@ -87,7 +87,7 @@ class GroupWriter(LaneWriter):
         self.prologue.append(f"{kind}* const {name} = reinterpret_cast<{kind}*>({source});")
         return self.owned(Buffer(name, dtype, shape, row_major(shape), shared=True))
 
-    def of_rows(self, buffer: Buffer) -> Value:
+    def row_value(self, buffer: Buffer) -> Value:
         """Return the value of an operand for which :func:`has_rows` holds."""
         self._with_rows.add(buffer)
 

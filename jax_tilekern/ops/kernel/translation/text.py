@@ -143,7 +143,7 @@ def _written(
         buffer = layout.buffer(f"px{i}")
         if isinstance(writer, GroupWriter) and has_rows(buffer, layout.lane_strides()):
             alignments[i] = VECTOR
-            inputs.append(writer.of_rows(buffer))
+            inputs.append(writer.row_value(buffer))
         else:
             inputs.append(writer.evaluated(in_memory(buffer)))
     places = [x.buffer(f"py{i}") for i, x in enumerate(results)]
@@ -152,8 +152,8 @@ def _written(
         computed_type(value.dtype)
         if value.whole is not place:
             writer.filled(value, place)
-    of_group = isinstance(writer, GroupWriter)
-    function = f"{'groups' if of_group else 'lanes'}_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
+    in_groups = isinstance(writer, GroupWriter)
+    function = f"{'groups' if in_groups else 'lanes'}_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
     body = "\n".join(
         f"  {line}"
         for line in (
@@ -162,7 +162,7 @@ def _written(
             *writer.body(),
         )
     )
-    text = (_GROUP_TEMPLATE if of_group else _TEMPLATE).format(
+    text = (_GROUP_TEMPLATE if in_groups else _TEMPLATE).format(
         function=function, parameters=", ".join(parameters), count=lanes.count, body=body
     )
     mapped = [set(x.axes) != {None} for x in operands]
@@ -176,7 +176,7 @@ def _written(
         work=tuple(
             (n, dataclasses.replace(group_work(closed, n), bytes=work.bytes)) for n in GROUPS
         )
-        if of_group
+        if in_groups
         else ((1, work),),
         shared_bytes=writer.shared_bytes if isinstance(writer, GroupWriter) else 0,
     )
