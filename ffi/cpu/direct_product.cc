@@ -3,11 +3,8 @@
 #include "cpu/scratch.h"
 
 namespace tilekern::cpu {
-namespace {
 
 constexpr int64_t kMaxDepth = 2048;
-
-}  // namespace
 
 bool IsDirectProduct(const GemmFamily& family, const Product& p) {
   if (family.direct == nullptr || p.k > kMaxDepth) return false;

@@ -7,7 +7,6 @@
 
 namespace tilekern::cpu {
 
-// Whether this path takes the product.
 bool IsDirectProduct(const GemmFamily& family, const Product& product);
 
 // Needs out.col_stride == 1 or n == 1.

@@ -198,49 +198,45 @@ std::vector<Dim> Dims(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> r
   return dims;
 }
 
-void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
-             ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> reduced) {
-  DType type = TypeOf(x), out_type = TypeOf(out);
-  const bool widened = out_type == DType::kF32 && (type == DType::kBF16 || type == DType::kF16);
-  if (type != out_type && !widened) Refuse("operand and result are of different types");
-  if (reduced.size() != sizes.size()) {
-    Refuse("reduced " + ToString(reduced) + " does not fit sizes " + ToString(sizes));
-  }
-  const int64_t count = CheckedCount(sizes);
-  std::vector<int64_t> kept_sizes;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (reduced[i] != 0 && reduced[i] != 1) {
-      Refuse("reduced " + ToString(reduced) + " is not of zeros and ones");
-    }
-    if (reduced[i] == 0) kept_sizes.push_back(sizes[i]);
-  }
-  const int64_t results = CheckedCount({kept_sizes.data(), kept_sizes.size()});
-  if (static_cast<int64_t>(x.element_count()) != count ||
-      static_cast<int64_t>(out.element_count()) != results) {
-    Refuse("sizes " + ToString(sizes) + " and reduced " + ToString(reduced) + " are not those of " +
-           std::to_string(x.element_count()) + " elements and " +
-           std::to_string(out.element_count()) + " sums");
-  }
-  const bool complex = type == DType::kC64 || type == DType::kC128;
-  if (complex) type = out_type = type == DType::kC64 ? DType::kF32 : DType::kF64;
-  if (Kernels().sum[static_cast<int>(type)] == nullptr) {
-    Refuse(std::string("no kernel for ") + Name(type));
-  }
-  if (results == 0) return;
-  AdviseNewResult(out);
-  if (count == 0) {
-    std::memset(out.untyped_data(), 0, out.size_bytes());
-    return;
-  }
-  Sums(Dims(sizes, reduced, complex), type, out_type, static_cast<const char*>(x.untyped_data()),
-       static_cast<char*>(out.untyped_data()))
-      .Run(workers);
-}
-
 ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> reduced) {
-  return Guarded("jax_tilekern_cpu_sum",
-                 [&] { RunCall(WorkersOf(pool), x, *out, sizes, reduced); });
+  return Guarded("jax_tilekern_cpu_sum", [&] {
+    DType type = TypeOf(x), out_type = TypeOf(*out);
+    const bool widened = out_type == DType::kF32 && (type == DType::kBF16 || type == DType::kF16);
+    if (type != out_type && !widened) Refuse("operand and result are of different types");
+    if (reduced.size() != sizes.size()) {
+      Refuse("reduced " + ToString(reduced) + " does not fit sizes " + ToString(sizes));
+    }
+    const int64_t count = CheckedCount(sizes);
+    std::vector<int64_t> kept_sizes;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      if (reduced[i] != 0 && reduced[i] != 1) {
+        Refuse("reduced " + ToString(reduced) + " is not of zeros and ones");
+      }
+      if (reduced[i] == 0) kept_sizes.push_back(sizes[i]);
+    }
+    const int64_t results = CheckedCount({kept_sizes.data(), kept_sizes.size()});
+    if (static_cast<int64_t>(x.element_count()) != count ||
+        static_cast<int64_t>(out->element_count()) != results) {
+      Refuse("sizes " + ToString(sizes) + " and reduced " + ToString(reduced) +
+             " are not those of " + std::to_string(x.element_count()) + " elements and " +
+             std::to_string(out->element_count()) + " sums");
+    }
+    const bool complex = type == DType::kC64 || type == DType::kC128;
+    if (complex) type = out_type = type == DType::kC64 ? DType::kF32 : DType::kF64;
+    if (Kernels().sum[static_cast<int>(type)] == nullptr) {
+      Refuse(std::string("no kernel for ") + Name(type));
+    }
+    if (results == 0) return;
+    AdviseNewResult(*out);
+    if (count == 0) {
+      std::memset(out->untyped_data(), 0, out->size_bytes());
+      return;
+    }
+    Sums(Dims(sizes, reduced, complex), type, out_type, static_cast<const char*>(x.untyped_data()),
+         static_cast<char*>(out->untyped_data()))
+        .Run(WorkersOf(pool));
+  });
 }
 
 }  // namespace

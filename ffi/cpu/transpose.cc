@@ -138,46 +138,43 @@ std::vector<Dim> Dims(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> p
   return dims;
 }
 
-void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
-             ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> permutation, bool stream) {
-  if (x.element_type() != out.element_type()) {
-    Refuse("operand and result are of different types");
-  }
-  int64_t item = static_cast<int64_t>(ffi::ByteWidth(x.element_type()));
-  if (item == 0) Refuse("elements of no size");
-  const int64_t count = CheckedCount(sizes);
-  for (const ffi::AnyBuffer& buffer : {x, out}) {
-    if (static_cast<int64_t>(buffer.element_count()) != count) {
-      Refuse("sizes " + ToString(sizes) + " are not those of " +
-             std::to_string(buffer.element_count()) + " elements");
-    }
-  }
-  CheckPermutation(sizes, permutation);
-  if (count == 0) return;
-  AdviseNewResult(out);
-  std::vector<Dim> dims = Dims(sizes, permutation, item);
-  // An innermost dimension that stays in place becomes part of the item.
-  while (!dims.empty() && dims.back().from_stride == item && dims.back().to_stride == item) {
-    item *= dims.back().size;
-    dims.pop_back();
-  }
-  // An identity permutation is a matrix of one item.
-  if (dims.empty()) dims = {{1, item, item}, {1, item, item}};
-  const Dim row = dims.back();
-  dims.pop_back();
-  const auto found = std::find_if(dims.begin(), dims.end(),
-                                  [&](const Dim& dim) { return dim.from_stride == item; });
-  const Dim col = *found;
-  dims.erase(found);
-  Move(workers, std::move(dims), row, col, item, static_cast<const char*>(x.untyped_data()),
-       static_cast<char*>(out.untyped_data()), stream);
-}
-
 ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> permutation,
                   int64_t stream) {
-  return Guarded("jax_tilekern_cpu_transpose",
-                 [&] { RunCall(WorkersOf(pool), x, *out, sizes, permutation, stream != 0); });
+  return Guarded("jax_tilekern_cpu_transpose", [&] {
+    if (x.element_type() != out->element_type()) {
+      Refuse("operand and result are of different types");
+    }
+    int64_t item = static_cast<int64_t>(ffi::ByteWidth(x.element_type()));
+    if (item == 0) Refuse("elements of no size");
+    const int64_t count = CheckedCount(sizes);
+    for (const ffi::AnyBuffer& buffer : {x, *out}) {
+      if (static_cast<int64_t>(buffer.element_count()) != count) {
+        Refuse("sizes " + ToString(sizes) + " are not those of " +
+               std::to_string(buffer.element_count()) + " elements");
+      }
+    }
+    CheckPermutation(sizes, permutation);
+    if (count == 0) return;
+    AdviseNewResult(*out);
+    std::vector<Dim> dims = Dims(sizes, permutation, item);
+    // An innermost dimension that stays in place becomes part of the item.
+    while (!dims.empty() && dims.back().from_stride == item && dims.back().to_stride == item) {
+      item *= dims.back().size;
+      dims.pop_back();
+    }
+    // An identity permutation is a matrix of one item.
+    if (dims.empty()) dims = {{1, item, item}, {1, item, item}};
+    const Dim row = dims.back();
+    dims.pop_back();
+    const auto found = std::find_if(dims.begin(), dims.end(),
+                                    [&](const Dim& dim) { return dim.from_stride == item; });
+    const Dim col = *found;
+    dims.erase(found);
+    Move(WorkersOf(pool), std::move(dims), row, col, item,
+         static_cast<const char*>(x.untyped_data()), static_cast<char*>(out->untyped_data()),
+         stream != 0);
+  });
 }
 
 }  // namespace

@@ -89,7 +89,6 @@ bool IsDotProduct(const Product& p) {
 void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorProduct& p,
                       const Workers& workers) {
   const int64_t chunk = ChunkOf(p, workers.threads());
-  if (p.outer <= chunk) return RunChunk(family, store, p, 0, p.outer);
   workers.Run(CeilDiv(p.outer, chunk), [&](int64_t task) {
     RunChunk(family, store, p, task * chunk, std::min(chunk, p.outer - task * chunk));
   });
@@ -104,11 +103,7 @@ void RunDotProduct(const KernelTable& kernels, const Product& p, const Workers& 
     parts[i] = {};
     dot(p.lhs.At(0, first), p.rhs.At(first, 0), std::min(kDotChunk, p.k - first), &parts[i]);
   };
-  if (chunks == 1) {
-    run(0);
-  } else {
-    workers.Run(chunks, run);
-  }
+  workers.Run(chunks, run);
   Total sum = {};
   kernels.sum[static_cast<int>(p.lhs.type)]->fold(parts, 1, chunks, 1, &sum);
   kernels.sum[static_cast<int>(p.out.type)]->store(&sum, 1, p.out.data);

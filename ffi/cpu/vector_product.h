@@ -22,7 +22,6 @@ struct VectorProduct {
 // faster where they read operands in place, as `direct` says.
 bool IsVectorProduct(const VectorFamily& family, const VectorProduct& product, bool direct);
 
-// Whether the product is of two contiguous vectors.
 bool IsDotProduct(const Product& product);
 
 void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorProduct& product,
