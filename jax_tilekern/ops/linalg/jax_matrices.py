@@ -69,7 +69,7 @@ def _eigh(a: Array, *, lower: bool) -> Sequence[Array]:
 
 # For each primitive of JAX: the function of this library, its keywords by the primitive's
 # parameters, and why matrices are left to JAX.
-_PARTS: dict[str, tuple[Callable[..., Any], dict[str, str], Refusal]] = {
+_REPLACED: dict[str, tuple[Callable[..., Any], dict[str, str], Refusal]] = {
     "svd": (
         decompositions.svd,
         {"compute_uv": "vectors", "full_matrices": "full"},
@@ -95,7 +95,7 @@ _UNUSUAL = ("subset_by_index", "pivoting")
 
 
 def _replacement(name: str, primitive: Any) -> Callable[..., Any]:
-    function, keywords, refusal_of = _PARTS[name]
+    function, keywords, refusal_of = _REPLACED[name]
     theirs = primitive.bind
     if name == "svd":
         theirs = decompositions.on_finite_matrices(theirs)
@@ -112,6 +112,6 @@ def _replacement(name: str, primitive: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _install() -> None:
-    for name in _PARTS:
+    for name in _REPLACED:
         primitive = getattr(lax.linalg, f"{name}_p")
         intercept(primitive, _replacement(name, primitive), "matrices")
