@@ -68,6 +68,10 @@ class Emulated:
         closed = self._traced[name]
         return self._evaluated(closed.jaxpr, closed.consts, jax.tree.leaves(args))
 
+    def kernels(self, name):
+        """Return the kernels of a function."""
+        return list(self._kernels(self._traced[name].jaxpr))
+
     def _evaluated(self, jaxpr, consts, operands):
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
 

@@ -22,6 +22,29 @@ LONG = (
     jax.lax.linalg.tridiagonal_solve, 0,
     (*lane_expressions.diagonals(100, 1e-3), lane_functions.normal(7, 100, 1)),
 )  # fmt: skip
+
+
+def walks(x, y):
+    """Loops that read and write long rows, one of which is a result and another changed."""
+
+    def step(sum_, row):
+        sum_ = 0.5 * sum_ + row[0] * row[1]
+        return sum_, (jnp.sin(sum_), row[1] > 0)
+
+    sum_, (found, signs) = jax.lax.scan(step, 0.0, (x, y[:, 0]))
+    changed = jax.lax.fori_loop(0, 50, lambda i, x: x.at[2 * i].add(x[2 * i + 1]), x)
+    return sum_, found, signs, changed, y
+
+
+# Two dimensions of lanes, more than a CTA has.
+ROWS = walks, (lane_functions.normal(5, 9, 100), lane_functions.normal(5, 9, 100, 1))
+
+
+def rows_by(map_):
+    function, args = ROWS
+    return jax.vmap(map_(function)), args
+
+
 # Random programs of the default selection.
 PROGRAMS = [*zip(lane_programs.DERIVATIVES, (0, 1, 1, 0), strict=True)]
 PROGRAM_ARGUMENTS = (
@@ -59,6 +82,8 @@ def emulated(tmp_path_factory):
     for name, case in (TABLE | {"long tridiagonal": LONG}).items():
         function, args = mapped_by(case, jtk.kernel)
         traced[name] = jax.make_jaxpr(lambda *args, f=function: raw(f(*args)))(*args)
+    function, args = rows_by(jtk.kernel)
+    traced["rows"] = jax.make_jaxpr(function)(*args)
     for name, case in GRADIENTS.items():
         function, args = gradient_by(case, jtk.kernel)
         traced[f"gradient of {name}"] = jax.make_jaxpr(function)(*args)
@@ -147,6 +172,15 @@ def test_tridiagonal_solutions_have_small_residuals(emulated):
         matrix = (np.diag(diagonal[i]) + above + below).astype(np.float64)
         residual = np.abs(matrix @ x[i] - b[i]).sum()
         assert residual <= 12 * (n + 8) * unit * np.abs(matrix).max() * np.abs(x[i]).sum()
+
+
+def test_rows_in_shared_memory(emulated):
+    function, args = rows_by(jax.vmap)
+    assert_close(emulated("rows", *args), jax.jit(function)(*args))
+    (kernel,) = emulated.kernels("rows")
+    # Both operands, which two results are, and the other long result of 32 bits.
+    assert (kernel.text.count("lax::load_rows"), kernel.text.count("lax::store_rows")) == (2, 3)
+    assert kernel.shared_bytes == 32 * 4 * (3 * 101)
 
 
 @pytest.mark.parametrize("name", WIDE)

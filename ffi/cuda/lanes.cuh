@@ -2,6 +2,7 @@
 // writes them.
 #pragma once
 
+#include "lane_tridiagonal.cuh"
 #include "scalar_functions.cuh"
 
 namespace tilekern::lax {

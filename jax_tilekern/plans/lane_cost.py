@@ -65,6 +65,9 @@ class LaneWork:
         """Return the time of a kernel in which so many threads evaluate a lane."""
         if threads > 1:
             return self._group_us(lanes, gpu, threads, shared_bytes)
+        if shared_bytes:
+            # A warp has copies of its lanes' rows.
+            return self._group_us(math.ceil(lanes / _WARP), gpu, _WARP, shared_bytes)
         waits = _WAITS if self.xla_conditions else 1.0
         of_thread = self.instructions * _INSTRUCTION + self.accesses * _ACCESS
         issued = self.instructions * _ISSUE / _SCHEDULERS + self.accesses * _WARP_ACCESS

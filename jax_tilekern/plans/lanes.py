@@ -22,6 +22,8 @@ from jax_tilekern.plans.launch import (
 from jax_tilekern.plans.policy import current_policy
 
 _THREADS = (128, 64, 32)
+# Threads of a CTA that copies its lanes' rows to shared memory.
+THREADS_WITH_ROWS = 32
 # Fewer threads a CTA spread few lanes over more SMs.
 _CTAS_PER_SM = 2
 
@@ -42,7 +44,7 @@ class LaneKernel:
     workspace_bytes: int  # Size of the arrays that are too long for a thread's own memory.
     # By the threads that evaluate a lane, in order: one, or those of a group, which is a CTA.
     work: tuple[tuple[int, LaneWork], ...]
-    shared_bytes: int = 0  # of a group
+    shared_bytes: int = 0  # of a group, or of the lanes of THREADS_WITH_ROWS threads
 
     def kernel(self, threads: int) -> Kernel:
         source = Source(self.text, f"{self.function}.cu")
@@ -84,6 +86,8 @@ def _launched(kernel: LaneKernel, threads: int, gpu: Gpu, told: PredictedUs) -> 
     if threads == 1:
         wanted = _CTAS_PER_SM * gpu.sm_count
         of_cta = next((x for x in _THREADS if lanes >= wanted * x), _THREADS[-1])
+        if kernel.shared_bytes:
+            of_cta = THREADS_WITH_ROWS
     ctas = lanes if threads > 1 else math.ceil(lanes / of_cta)
     compiled = kernel.kernel(of_cta)
     entry = compile_kernels(compiled, arch=gpu.arch).entry(compiled.name)

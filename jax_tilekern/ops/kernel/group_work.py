@@ -10,7 +10,14 @@ from jax_tilekern.epilogue.primitives import is_copy, is_elementwise, translatio
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.kernel.translation.flattened import MAX_TERMS, flattened, with_deferred
 from jax_tilekern.ops.kernel.translation.meanings import meaning_of
-from jax_tilekern.ops.kernel.work import ITERATIONS, MATRICES, NOMINAL_STEPS, THREEFRY, VIEWS
+from jax_tilekern.ops.kernel.work import (
+    ITERATIONS,
+    MATRICES,
+    NOMINAL_STEPS,
+    THREEFRY,
+    TRIDIAGONAL,
+    VIEWS,
+)
 from jax_tilekern.plans.lane_cost import LaneWork
 
 # Arrays of up to so many elements are in the registers of every thread, which compute them alike.
@@ -84,6 +91,9 @@ def _elementwise_work(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
             steps, reductions = results * share(terms), 1
         elif results > LONGEST_ALIKE and terms > MAX_TERMS and _is_along_rows(eqn):
             in_memory *= _FAR
+    elif name == "tridiagonal_solve":
+        systems = math.prod(eqn.invars[0].aval.shape[:-1])
+        steps = TRIDIAGONAL * share(systems) * results // max(systems, 1)
     elif name in MATRICES:
         steps = int(ITERATIONS.get(name, 1) * max(operands) ** 1.5)
     elif name == "sort":

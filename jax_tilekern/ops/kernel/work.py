@@ -26,10 +26,13 @@ _XLA_KERNELS = {
     **{f"reduce_{x}": 1 for x in ("sum", "prod", "max", "min", "and", "or", "xor")},
     **{f"cum{x}": 1 for x in ("sum", "prod", "max", "min", "logsumexp")},
 }
-# XLA's kernels of matrices pass over small ones so often (records of ``benchmarks linalg``).
-_PASSES = 40
 MATRICES = ("cholesky", "lu", "qr", "geqrf", "householder_product", "triangular_solve",
-            "eigh", "svd", "tridiagonal_solve")  # fmt: skip
+            "eigh", "svd")  # fmt: skip
+# XLA's kernels of matrices pass over small ones so often (records of ``benchmarks linalg``).
+_PASSES = {**dict.fromkeys(MATRICES, 40), "tridiagonal_solve": 10}
+# Cycles of a row of a tridiagonal system, from its SASS: two divisions, each of which waits for the
+# one before.
+TRIDIAGONAL = 130
 # Jacobi's sweeps.
 ITERATIONS = {"eigh": 40, "svd": 60}
 
@@ -106,7 +109,7 @@ def _elementwise_work(eqn: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
     moved = sum(
         _bytes(x) * (lanes if own else 1) for x, own in zip(eqn.invars, mapped, strict=True)
     ) + lanes * sum(map(_bytes, eqn.outvars))
-    moved *= _PASSES if name in MATRICES else bool(kernels)
+    moved *= _PASSES.get(name, bool(kernels))
     of_xla = LaneWork(xla_kernels=kernels, xla_bytes=moved)
     if is_copy(name) or name in VIEWS:
         return of_xla
@@ -114,6 +117,8 @@ def _elementwise_work(eqn: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         steps = results * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
         return of_xla + LaneWork(instructions=steps, accesses=steps * in_memory)
+    if name == "tridiagonal_solve":
+        return of_xla + LaneWork(instructions=TRIDIAGONAL * operands[-1])
     if name in MATRICES:
         steps = ITERATIONS.get(name, 1) * max(operands) ** 1.5
         return of_xla + LaneWork(instructions=steps, accesses=steps * (in_memory > 0))

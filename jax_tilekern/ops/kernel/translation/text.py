@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,11 +29,13 @@ from jax_tilekern.ops.kernel.translation import (  # noqa: F401
     tridiagonal,
 )
 from jax_tilekern.ops.kernel.translation.groups import VECTOR, GroupWriter, has_rows
+from jax_tilekern.ops.kernel.translation.rows import shared_rows
 from jax_tilekern.ops.kernel.translation.values import Buffer, Shape, in_memory, is_wide, row_major
 from jax_tilekern.ops.kernel.translation.writer import LaneWriter, TooLong
 from jax_tilekern.ops.kernel.work import work_of
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.lanes import GROUPS, LaneKernel
+from jax_tilekern.plans.lane_cost import LaneWork
+from jax_tilekern.plans.lanes import GROUPS, THREADS_WITH_ROWS, LaneKernel
 
 # Arrays of up to so many elements are in registers, if the text does not become too long. The
 # threads of a group share out the loops over longer ones.
@@ -60,6 +62,12 @@ class Layout(NamedTuple):
         """Return the elements between neighbours in each dimension of lanes."""
         strides = row_major(self.shape)
         return tuple(0 if d is None else strides[d] for d in self.axes)
+
+    @property
+    def row(self) -> int | None:
+        """Elements of a lane, if lanes lie one behind the other."""
+        in_order = (*self.axes, *self.own_dims) == tuple(range(len(self.shape)))
+        return math.prod(self.shape[d] for d in self.own_dims) if in_order else None
 
     def buffer(self, name: str) -> Buffer:
         """Return one lane's array, where ``name`` points to its first element."""
@@ -124,16 +132,23 @@ def _written(
     lanes: _Lanes,
     writer: LaneWriter,
 ) -> LaneKernel:
+    in_groups = isinstance(writer, GroupWriter)
+    mapped = [set(x.axes) != {None} for x in operands]
+    work = work_of(closed, lanes.count, mapped)
     parameters, pointers, alignments = [], [], []
-    for prefix, const, layouts in (("x", "const ", operands), ("y", "", results)):
-        for i, layout in enumerate(layouts):
-            kind = f"{const}{CXX_TYPES[layout.dtype]}*"
-            parameters.append(f"{kind} __restrict__ {prefix}{i}")
-            offset = "".join(
-                f" + l{k} * {stride}ll" for k, stride in enumerate(layout.lane_strides()) if stride
-            )
-            pointers.append(f"{kind} const p{prefix}{i} = {prefix}{i}{offset};")
-            alignments.append(layout.dtype.itemsize)
+    named = [(f"x{i}", x) for i, x in enumerate(operands)]
+    named += [(f"y{i}", x) for i, x in enumerate(results)]
+    rows = {} if in_groups else shared_rows(((x, y.dtype, y.row) for x, y in named), work)
+    for array, layout in named:
+        const = "const " if array.startswith("x") else ""
+        kind = f"{const}{CXX_TYPES[layout.dtype]}*"
+        parameters.append(f"{kind} __restrict__ {array}")
+        offset = "".join(
+            f" + l{k} * {stride}ll" for k, stride in enumerate(layout.lane_strides()) if stride
+        )
+        if f"p{array}" not in rows:
+            pointers.append(f"{kind} const p{array} = {array}{offset};")
+        alignments.append(layout.dtype.itemsize)
     parameters.append("unsigned char* workspace")
     for layout in operands:
         computed_type(layout.dtype)
@@ -144,42 +159,56 @@ def _written(
         if isinstance(writer, GroupWriter) and has_rows(buffer, layout.lane_strides()):
             alignments[i] = VECTOR
             inputs.append(writer.row_value(buffer))
+        elif buffer.name in rows:
+            # The lane's own copy, which updates may change.
+            inputs.append(in_memory(writer.owned(dataclasses.replace(buffer, wide=False))))
         else:
             inputs.append(writer.evaluated(in_memory(buffer)))
     places = [x.buffer(f"py{i}") for i, x in enumerate(results)]
     found = writer.jaxpr(closed, inputs, places)
-    for place, value in zip(places, found, strict=True):
+    stores = []
+    for i, (place, value) in enumerate(zip(places, found, strict=True)):
         computed_type(value.dtype)
-        if value.whole is not place:
-            writer.filled(value, place)
-    in_groups = isinstance(writer, GroupWriter)
+        row = rows.get(value.whole.name) if value.whole is not None else None
+        if row is None:
+            if value.whole is not place:
+                writer.filled(value, place)
+            row = rows.get(place.name)
+        if row is not None:
+            stores.append((row, f"y{i}"))
+    loads = [row for name, row in rows.items() if name.startswith("px")]
+    in_shared = {row.start: row for row in (*loads, *(row for row, _ in stores))}
     function = f"{'groups' if in_groups else 'lanes'}_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
-    body = "\n".join(
-        f"  {line}"
-        for line in (
-            *lanes.index_statements(),
-            *pointers,
-            *writer.body(),
+    template = _GROUP_TEMPLATE if in_groups else _TEMPLATE_WITH_ROWS if in_shared else _TEMPLATE
+    text = template.format(
+        function=function,
+        parameters=", ".join(parameters),
+        count=lanes.count,
+        rows=_indented(x for row in in_shared.values() for x in row.pointers()),
+        loads=_indented(row.load() for row in loads),
+        body=_indented((*lanes.index_statements(), *pointers, *writer.body())),
+        stores=_indented(row.store_to(array) for row, array in stores),
+    )
+    by_threads: tuple[tuple[int, LaneWork], ...] = ((1, work),)
+    shared_bytes = THREADS_WITH_ROWS * max((row.end for row in in_shared.values()), default=0)
+    if isinstance(writer, GroupWriter):
+        shared_bytes = writer.shared_bytes
+        by_threads = tuple(
+            (n, dataclasses.replace(group_work(closed, n), bytes=work.bytes)) for n in GROUPS
         )
-    )
-    text = (_GROUP_TEMPLATE if in_groups else _TEMPLATE).format(
-        function=function, parameters=", ".join(parameters), count=lanes.count, body=body
-    )
-    mapped = [set(x.axes) != {None} for x in operands]
-    work = work_of(closed, lanes.count, mapped)
     return LaneKernel(
         function=function,
         text=text,
         lanes=lanes.count,
         alignments=tuple(alignments),
         workspace_bytes=writer.workspace_bytes,
-        work=tuple(
-            (n, dataclasses.replace(group_work(closed, n), bytes=work.bytes)) for n in GROUPS
-        )
-        if in_groups
-        else ((1, work),),
-        shared_bytes=writer.shared_bytes if isinstance(writer, GroupWriter) else 0,
+        work=by_threads,
+        shared_bytes=shared_bytes,
     )
+
+
+def _indented(lines: Iterable[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)
 
 
 _TEMPLATE = """\
@@ -192,6 +221,30 @@ __global__ void __launch_bounds__(kThreads) {function}({parameters}) {{
   const long long lane = blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x;
   if (lane >= {count}ll) return;
 {body}
+}}
+
+}}  // namespace tilekern
+"""
+_TEMPLATE_WITH_ROWS = """\
+#include "lane_rows.cuh"
+#include "lanes.cuh"
+
+namespace tilekern {{
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) {function}({parameters}) {{
+  extern __shared__ __align__(16) unsigned char shared[];
+  const long long first_lane = blockIdx.x * static_cast<long long>(kThreads);
+  const long long lane = first_lane + threadIdx.x;
+  const int lanes_of_cta = min_of<long long>(kThreads, {count}ll - first_lane);
+{rows}
+{loads}
+  lax::wait_for_rows();
+  if (lane < {count}ll) {{
+{body}
+  }}
+  __syncthreads();
+{stores}
 }}
 
 }}  // namespace tilekern
