@@ -105,16 +105,12 @@ def test_predicted_times_are_numbers():
 
 
 @pytest.mark.defaults
-def test_strict_states_the_predicted_times():
+def test_a_prediction_for_xla_is_no_error_in_strict():
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    with jtk.gpu_target("H100"):
+    with jtk.gpu_target("H100"), jtk.strict():
         (choice,) = jtk.explain(jtk.matmul, x, x)
-        assert choice.kernel is None
-        with (
-            jtk.strict(),
-            pytest.raises(jtk.FallbackError, match=r"predicted \d.* us, XLA \d.* us"),
-        ):
-            jtk.explain(jtk.matmul, x, x)
+    assert choice.kernel is None
+    assert choice.reason.startswith("XLA is predicted as fast")
 
 
 def test_parts_of_a_call_are_below_it():

@@ -89,6 +89,19 @@ def test_a_fallback_is_an_error_in_strict():
         lowered(jtk.matmul, INT16, INT16)
 
 
+@pytest.mark.defaults
+def test_calls_without_a_kernel_to_lose_are_no_error_in_strict():
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    row, empty = x.update(shape=(1, 8)), x.update(shape=(0, 8))
+    with jtk.strict():
+        lowered(lambda x: jtk.top_k(x, 3), x)
+        lowered(lambda x: jtk.top_k(x, 0), x, platform="cuda")
+        for platform in ("cpu", "cuda"):
+            lowered(jtk.matmul, empty, x, platform=platform)
+            lowered(jtk.transpose, row, platform=platform)
+            lowered(lambda x: jtk.einsum("i,j->ij", x, x), x.update(shape=(8,)), platform=platform)
+
+
 def test_the_inner_policy_counts():
     with jtk.strict(), jtk.policy("xla"):
         lowered(jtk.matmul, INT16, INT16)

@@ -24,7 +24,7 @@ logger = logging.getLogger("jax_tilekern")
 
 
 class FallbackError(RuntimeError):
-    """Inside :func:`strict`: no kernel covers a call, so XLA's own operation would compute it."""
+    """Inside :func:`strict`: a call loses its kernel, and XLA's own operation would compute it."""
 
 
 Mode = Literal["DEFAULT", "STRICT_COMPILATION", "STRICT"]
@@ -34,10 +34,24 @@ _mode: Setting[Mode] = Setting("mode", "DEFAULT", is_traced=True)
 
 @scoped
 def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
-    """Raise an error where a kernel cannot be compiled, or where there is none for a call.
+    """Raise an error where a call loses its kernel.
 
-    Outside of it, a kernel of the library that cannot be compiled is a warning, and XLA's own
-    operation runs. The source of a :func:`jax_tilekern.cuda_kernel` that cannot be compiled is
+    A call loses its kernel where its operation has kernels on the platform, and
+
+    - none of them covers the call's types, sizes, layout or place among devices, or
+    - the function of a :func:`jax_tilekern.kernel` has no translation, or
+    - the kernel cannot be compiled, or there is no NVRTC or no GPU to compile it for.
+
+    Calls that are XLA's by choice are no error. :func:`jax_tilekern.explain` lists them, too:
+
+    - The policy predicts that XLA is as fast. ``policy("kernels")`` takes the kernel, and inside
+      ``policy("xla")`` nothing is lost.
+    - The operation has no kernels on the platform: ``top_k``, ``kernel`` and ``cuda_kernel`` on a
+      CPU, and every operation on a TPU or an AMD GPU.
+    - There is nothing to compute, as for empty arrays.
+
+    Outside of ``strict``, a kernel of the library that cannot be compiled is a warning, and XLA's
+    own operation runs. The source of a :func:`jax_tilekern.cuda_kernel` that cannot be compiled is
     always an error where its call is lowered for CUDA. Inside ``strict`` it is compiled wherever
     its call is lowered, also where its ``reference`` runs: for the GPU of
     :func:`jax_tilekern.gpu_target`, that at hand, or an H100. Without NVRTC, or with
@@ -49,12 +63,14 @@ def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
     Parameters
     ----------
     allow_fallbacks
-        Whether calls that no kernel covers may fall back to XLA's own operation.
+        Whether calls that no kernel covers may fall back to XLA's own operation. A kernel that
+        cannot be compiled is an error in either case.
 
     Raises
     ------
     FallbackError
-        While a function is traced or lowered: a call falls back, for the reason in the message.
+        While a function is traced or lowered: no kernel covers a call, for the reason in the
+        message.
     CompileError
         While a function is lowered: a kernel cannot be compiled. The message has the compiler's
         log.
@@ -81,18 +97,28 @@ def entered(mode: Mode) -> contextlib.AbstractContextManager[None]:
     return _mode(mode)
 
 
-def note_fallback(call: str, reason: str, platform: str | None = None) -> None:
-    """Report that XLA's own operation computes a call, which :func:`strict` forbids.
+def forbids_losses() -> bool:
+    """Return whether a call that loses its kernel is an error."""
+    return _mode.value == "STRICT" and current_policy() != "xla"
 
-    Without a platform it does so on every one. A program for GPUs that has no kernel because there
+
+def note_loss(call: str, reason: str, platform: str | None = None) -> None:
+    """Raise the error about a call that no kernel covers, where that is one."""
+    if forbids_losses():
+        where = "" if platform is None else f" on {platform}"
+        raise FallbackError(
+            f"{call} falls back to XLA{where}, which jax_tilekern.strict() forbids: {reason}"
+        )
+
+
+def note_fallback(call: str, reason: str, platform: str | None = None) -> None:
+    """Report that XLA's own operation computes a call, on one platform or on all.
+
+    A program for GPUs that has no kernel because there
     is no GPU to plan for is worth a warning, unless :func:`explain` shows the reason.
     """
     where = "" if platform is None else f" on {platform}"
     logger.info("%s%s falls back to XLA: %s", call, where, reason)
-    if _mode.value == "STRICT" and current_policy() != "xla":
-        raise FallbackError(
-            f"{call} falls back to XLA{where}, which jax_tilekern.strict() forbids: {reason}"
-        )
     missing = why_no_gpu() if platform == "cuda" else None
     if missing is not None and missing in reason and _active() is None:
         # With one text and one place in the code, Python shows it once.

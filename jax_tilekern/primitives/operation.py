@@ -89,6 +89,8 @@ class Fallback:
 
     reason: str
     predicted_us: PredictedUs = NOT_PREDICTED
+    # False where no kernel is wanted, because nothing is left to compute.
+    is_loss: bool = True
 
 
 Outcome = PlannedKernel | Rewrite | Fallback
@@ -518,9 +520,12 @@ def _outcome(
     operands = tuple(map(Operand, values, ctx.avals_in))
     if not isinstance(planner, Planner):
         return planner(place, operands, ctx.avals_out, **params)
-    excluded = why_excluded() or _without_plan(ctx.avals_in, ctx.avals_out)
-    if excluded:
+    excluded = why_excluded()
+    if excluded is not None:
         return Fallback(excluded)
+    without_plan = _without_plan(ctx.avals_in, ctx.avals_out)
+    if without_plan is not None:
+        return without_plan
     choice = None
     if place is Place.LOCAL:
         choice = choose_kernel(platform, operation.name, ctx.avals_in, ctx.avals_out, params)
@@ -546,12 +551,13 @@ def _outcome(
     return None if why is None else Fallback(why)
 
 
-def _without_plan(operands: Sequence[Any], results: Sequence[Any]) -> str | None:
+def _without_plan(operands: Sequence[Any], results: Sequence[Any]) -> Fallback | None:
     """Return why sizes allow no plan, if they do not."""
     if not all(isinstance(size, int) for x in (*operands, *results) for size in x.shape):
-        return "a plan needs every size, and this shape is symbolic"
-    is_empty = any(0 in x.shape for x in operands)
-    return "an operand is empty, so there is nothing to compute" if is_empty else None
+        return Fallback("a plan needs every size, and this shape is symbolic")
+    if any(0 in x.shape for x in operands):
+        return Fallback("an operand is empty, so there is nothing to compute", is_loss=False)
+    return None
 
 
 def obstacle(place: Place, avals: Sequence[Any]) -> str | None:
@@ -595,6 +601,11 @@ def _lowered(
             checked=outcome.checked,
         )
     if isinstance(outcome, Fallback):
+        if outcomes.forbids_losses():
+            with policy("kernels"):
+                forced = _outcome(operation, platform, ctx, *values, **params)
+            if isinstance(forced, Fallback) and forced.is_loss:
+                outcomes.note_loss(call, forced.reason, platform)
         reason = outcome.reason + outcome.predicted_us.in_parentheses()
         outcomes.note_fallback(call, reason, platform)
     function: Callable[..., Any] = functools.partial(operation.reference, **params)

@@ -181,7 +181,7 @@ def _sharding_rule(x: Any, *, axes: Axes, **_: Any) -> ShardingRule:
 
 def _refusal(x: Any, *, axes: Axes, **_: Any) -> Fallback | None:
     if all(x.shape[axis] == 1 for axis in axes):
-        return Fallback("nothing is added up, and XLA copies or casts what is left")
+        return Fallback("nothing is added up, and XLA copies or casts what is left", is_loss=False)
     return None
 
 

@@ -117,7 +117,7 @@ def _refusal(x: Any, *, axes: Axes) -> Fallback | None:
     return None
 
 
-_FREE = Fallback("memory stays as it is, and a change of shape is free")
+_FREE = Fallback("memory stays as it is, and a change of shape is free", is_loss=False)
 
 
 def _permutation(x: Any, axes: Axes) -> Permutation | None:

@@ -315,6 +315,7 @@ def _positive(axis: int | None, ndim: int) -> int | None:
 
 def _note_untranslated(name: str, reason: str, platform: str | None = None) -> None:
     """Warn that XLA computes a call, on one platform or on all; an error inside ``strict``."""
+    outcomes.note_loss(f"kernel {name}", reason, platform)
     outcomes.note_fallback(f"kernel {name}", reason, platform)
     warnings.warn(
         f"jax_tilekern.kernel leaves {name} to XLA's vmap: {reason} (inside jax_tilekern.strict() "

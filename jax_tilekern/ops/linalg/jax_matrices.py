@@ -44,6 +44,7 @@ def is_left_to_jax(call: str, a: Array, why: str | None) -> bool:
         return False
     reason = why_excluded() or why
     outcomes.record_traced_choice(call, jax.typeof(a), reason)
+    outcomes.note_loss(call, reason)
     outcomes.note_fallback(call, reason)
     return True
 

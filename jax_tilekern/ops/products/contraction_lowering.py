@@ -296,10 +296,11 @@ def _refusal(
 ) -> Fallback | None:
     sizes = dict(zip(contraction.lhs, lhs.shape, strict=True))
     if any(x.shape[-1] == 1 for x in bounds):
-        return Fallback("a product of no groups has nothing to compute")
+        return Fallback("a product of no groups has nothing to compute", is_loss=False)
     if not bounds and all(sizes[x] == 1 for x in contraction.contracted):
         # XLA fuses for example the norms of per-example gradients, which then need no memory.
-        return Fallback("nothing is contracted, and XLA fuses an outer product into what uses it")
+        why = "nothing is contracted, and XLA fuses an outer product into what uses it"
+        return Fallback(why, is_loss=False)
     arithmetic = chosen_arithmetic(platform, lhs, rhs, contraction, precision, out_dtype)
     return arithmetic if isinstance(arithmetic, Fallback) else None
 

@@ -39,7 +39,7 @@ def described(*, call: SegmentCall) -> str:
 
 def refusal(*_: Any, call: SegmentCall) -> Fallback | None:
     """Return why no kernel reduces a call on any platform."""
-    return None if call.segments else Fallback("there is no segment")
+    return None if call.segments else Fallback("there is no segment", is_loss=False)
 
 
 def on_cuda(operands: Sequence[Operand], _: Any, *, call: SegmentCall) -> PlannedKernel | Fallback:

@@ -119,7 +119,7 @@ def _cpu(*_: Any, k: int) -> Rewrite:
 
 
 def _refusal(x: Any, *, k: int) -> Fallback | None:
-    return Fallback("there is nothing to find") if k == 0 else None
+    return Fallback("there is nothing to find", is_loss=False) if k == 0 else None
 
 
 def _cuda(operands: Sequence[Operand], _: Any, *, k: int) -> PlannedKernel | Fallback:
