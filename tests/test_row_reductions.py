@@ -1,5 +1,7 @@
 """Epilogues that return reductions of the product's rows."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -291,6 +293,35 @@ def shapes(m, n, k, dtype=jnp.bfloat16):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize(
+    "epilogue",
+    [
+        lambda y: y - jtk.row_max(y),
+        lambda y: y / jtk.row_sum(y),
+        lambda y: jtk.row_sum(y) + 1,
+        lambda y: -jtk.row_sum(y),
+        lambda y: jnp.exp(jtk.row_sum(y)),
+        lambda y: jnp.where(jtk.row_sum(y) > 0, y, 0),
+        lambda y: y if jtk.row_sum(y) else -y,
+        lambda y: float(jtk.row_sum(y)),
+        lambda y: jtk.row_quantize(y)[0] * 2,
+    ],
+)
+def test_a_reduction_is_no_number(epilogue):
+    x = jnp.ones((8, 8))
+    message = r"row_\w+\(\.\.\.\) is a result of the epilogue .* compute with it after the product"
+    with pytest.raises(TypeError, match=message):
+        jtk.matmul(x, x, epilogue=epilogue)
+
+
+def test_a_reduction_has_no_methods_of_an_array():
+    with pytest.raises(AttributeError, match=r"astype: row_sum\(\.\.\.\) is a result"):
+        jtk.matmul(
+            jnp.ones((8, 8)), jnp.ones((8, 8)), epilogue=lambda y: jtk.row_sum(y).astype(int)
+        )
+    assert copy.copy(jtk.row_sum(1.0)) == jtk.row_sum(1.0)
+
+
 def test_what_no_kernel_reduces_is_reduced_in_xla():
     m, n, k = 512, 256, 64
     text = lowered(statistics, *shapes(m, n, k), gpu="sm_80")

@@ -156,6 +156,42 @@ def test_a_plan_is_an_argument_of_jit_and_is_mapped(rng):
             call()
 
 
+@pytest.mark.parametrize("reduction", ["sum", "max"])
+def test_a_function_with_a_custom_vjp_keeps_its_derivative(rng, reduction):
+    @jax.custom_vjp
+    def message(x, w):
+        return jnp.sin(x) * w
+
+    message.defvjp(
+        lambda x, w: (message(x, w), (x, w)),
+        # The derivative by x is not that of the sine, so that this rule is seen.
+        lambda saved, change: (2 * saved[1] * change, jnp.sin(saved[0]) * change),
+    )
+    h, w, src, dst = _graph(rng, nodes=20, edges=90)
+
+    def ours(h, w):
+        edges = {"segment_ids": dst, "num_segments": 20, "gather": (src, None)}
+        return jtk.segment_reduce(message, h, w, reduction=reduction, **edges)
+
+    def by_jax(h, w):
+        weights = jnp.broadcast_to(w[:, None], (90, 5))
+        return getattr(jax.ops, f"segment_{reduction}")(message(h[src], weights), dst, 20)
+
+    def loss(f, h, w):
+        return jnp.sum(jnp.where(jnp.isfinite(y := f(h, w)), y, 0) ** 2)
+
+    def norm_of_gradient(f, h, w):
+        return jnp.sum(jax.grad(loss, 1)(f, h, w) ** 2)
+
+    for function in (loss, norm_of_gradient):
+        gradient = jax.jit(jax.grad(function, (1, 2)), static_argnums=0)
+        pairs = zip(gradient(ours, h, w), gradient(by_jax, h, w), strict=True)
+        for found, wanted in pairs:
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jvp(lambda h: ours(h, w), (h,), (h,))
+
+
 def test_segment_prod_has_no_derivative(rng):
     with pytest.raises(NotImplementedError, match="segment_prod"):
         jax.grad(lambda x: jtk.segment_prod(x, np.zeros(3, int), 1)[0])(jnp.ones(3))

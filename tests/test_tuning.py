@@ -1,3 +1,4 @@
+import contextlib
 import functools
 
 import jax
@@ -217,6 +218,16 @@ def test_candidates_are_measured_if_they_are_right(x64):
 
 
 @pytest.mark.skipif(on_gpu(), reason="the profile of a CPU shows no device")
+@pytest.mark.skipif(on_gpu(), reason="tunes here")
+@pytest.mark.parametrize("target", [contextlib.nullcontext, lambda: jtk.gpu_target("H100")])
+def test_tuning_needs_a_gpu_to_measure_on(target):
+    with (
+        target(),
+        pytest.raises(jtk.NoGpu, match=r"on an NVIDIA GPU, and JAX.* here is cpu"),
+    ):
+        jtk.tune(jtk.matmul, jnp.ones((8, 8)), jnp.ones((8, 8)))
+
+
 def test_times_that_cannot_be_attributed_are_an_error(monkeypatch):
     monkeypatch.setattr(product_timing, "_MOST_CALLS", 2)
     with pytest.raises(Unattributed, match=r"the kernels of each candidate: .* tune"):

@@ -26,6 +26,28 @@ class RowReduction:
     value: Any  # of one element
     kind: RowKind  # how the values of a row are reduced, or quantised
 
+    def __getattr__(self, name: str) -> Any:
+        # Python looks for special methods in objects that have no attributes yet.
+        raise AttributeError(name if name.startswith("_") else f"{name}: {self._no_number()}")
+
+    def _no_number(self) -> str:
+        name = f"row_{self.kind if isinstance(self.kind, str) else 'quantize'}"
+        return (
+            f"{name}(...) is a result of the epilogue and no number inside it, because it is known "
+            f"when the row is complete; return it, as in epilogue=lambda y: (y, {name}(y)), and "
+            "compute with it after the product"
+        )
+
+
+def _refuse(self: RowReduction, *_: Any) -> Any:
+    raise TypeError(self._no_number())
+
+
+# What Python and JAX call where a number is used.
+_BINARY = ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]
+_OTHERS = ["neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "float", "int", "bool", "getitem"]
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS, "jax_array"):
+    setattr(RowReduction, f"__{_name}__", _refuse)
 
 jax.tree_util.register_dataclass(RowReduction, ("value",), ("kind",))
 

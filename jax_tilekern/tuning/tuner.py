@@ -149,12 +149,13 @@ def gpu_to_measure() -> Gpu:
     NvrtcNotFound
         If there is no NVRTC to compile the kernels with.
     """
-    gpu = current_gpu()
     if jax.default_backend() != "gpu":
         raise NoGpu(
-            f"tuning measures on a GPU, and JAX's backend is {jax.default_backend()}; "
-            "python -m jax_tilekern doctor says what is missing"
+            "tune measures kernels on an NVIDIA GPU, and JAX's backend here is "
+            f"{jax.default_backend()}, where nothing is tuned; with a GPU, python -m jax_tilekern "
+            "doctor says what is missing"
         )
+    gpu = current_gpu()
     device = jax.devices()[0].device_kind
     if device != gpu.name:
         raise NoGpu(f"plans are made for {gpu.name}, but the GPU to measure on is {device}")

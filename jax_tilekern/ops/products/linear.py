@@ -25,13 +25,13 @@ Activation = Callable[[Any], Any]
 def linear(
     x: ArrayLike,
     w: ArrayLike,
-    b: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     activation: Activation | None = None,
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> Array:
-    """Dense layer ``activation(x @ w + b)``, in one kernel.
+    """Dense layer ``activation(x @ w + bias)``, in one kernel.
 
     Bias and activation are computed in the type in which the product is accumulated, and the result
     is rounded once. See :func:`matmul`, whose epilogue they are.
@@ -42,7 +42,7 @@ def linear(
         Array of shape ``(..., k)``.
     w
         Array of shape ``(k, n)``.
-    b
+    bias
         Array of shape ``(n,)``, or any other that broadcasts to the result.
     activation
         A function of scalars, such as ``jax.nn.gelu``. As for ``jax.jit``, a call is traced once
@@ -66,12 +66,12 @@ def linear(
     --------
     >>> import jax, jax.numpy as jnp
     >>> import jax_tilekern as jtk
-    >>> x, w, b = jnp.ones((64, 128)), jnp.ones((128, 32)), jnp.ones(32)
-    >>> jax.grad(lambda w: jtk.linear(x, w, b, jax.nn.gelu).sum())(w).shape
+    >>> x, w, bias = jnp.ones((64, 128)), jnp.ones((128, 32)), jnp.ones(32)
+    >>> jax.grad(lambda w: jtk.linear(x, w, bias, jax.nn.gelu).sum())(w).shape
     (128, 32)
     """
     role = _role("linear", activation)
-    epilogue, operands = (activation, ()) if b is None else (_after_bias(activation), (b,))
+    epilogue, operands = (activation, ()) if bias is None else (_after_bias(activation), (bias,))
     return matrix_product(
         role,
         x,

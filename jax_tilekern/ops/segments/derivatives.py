@@ -17,12 +17,13 @@ from jax import Array, lax
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.epilogue.scalars import evaluated as evaluated_on_scalars
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.compat import ad
+from jax_tilekern.interop.compat import ad, partial_eval
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.segments.edges import (
     EdgeOperands,
     Reduce,
     SegmentCall,
+    by_scatter,
     columns_of,
     edge_values,
     gathered_rows,
@@ -113,6 +114,20 @@ def jvp(
         number = reduce(read._replace(arrays=compared, indices=indices[-1:], plans=()), of_edge)
         change = change / jnp.maximum(number, jnp.ones_like(number))
     return result, change
+
+
+def like_results(*operands: Any, call: SegmentCall) -> Array:
+    """Return an array like the result, whose type does not depend on the function of the values.
+
+    JAX transposes the tangent of a function with a ``custom_vjp``, and does not evaluate it.
+    """
+    read = EdgeOperands.of(operands, call)
+    if call.function is not None and call.linear:
+        dtypes = [np.dtype(x.dtype) for x in read.arrays]
+        out = call.function.out_dtypes[0]
+        function = _scalar_function("", lambda *xs: sum(x.astype(out) for x in xs), dtypes, out)
+        call = dataclasses.replace(call, function=function)
+    return by_scatter(read, call)
 
 
 def transposes(
@@ -227,6 +242,9 @@ def _scalar_function(
 
     with compat.without_mesh():
         jaxpr = jax.make_jaxpr(python)(*(jax.core.ShapedArray((), x) for x in dtypes))
+    # A derivative may leave calls whose results nothing reads, and which have no derivative.
+    used, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True], instantiate=True)
+    jaxpr = jaxpr.replace(jaxpr=used)
 
     def unified(*scalars: Any) -> list[Any]:
         # Its rules are of types that do not vary over manual axes.

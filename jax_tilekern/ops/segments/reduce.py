@@ -109,6 +109,7 @@ _bind = define(
     Operation(
         name="tilekern_segment_reduce",
         reference=_reference,
+        like_results=derivatives.like_results,
         jvp=functools.partial(derivatives.jvp, reduce_segments),
         transposes=functools.partial(derivatives.transposes, reduce_segments),
         batch=_batch,
