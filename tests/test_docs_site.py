@@ -71,6 +71,13 @@ def test_every_page_is_in_the_navigation():
     assert listed == pages | generated
 
 
+def test_the_search_finds_names_without_their_modules():
+    configuration = (ROOT / "mkdocs.yml").read_text()
+    separator = re.search(r"separator: '(.*)'}", configuration)[1]
+    words = re.split(separator, "jax_tilekern.strict(*) and jax.custom_vjp, `shard_map`: 2.5 times")
+    assert {"strict", "custom_vjp", "shard_map", "2.5"} <= set(words)
+
+
 def test_files_that_a_page_links_to_exist():
     for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

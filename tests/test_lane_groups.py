@@ -220,7 +220,7 @@ def test_threads_are_those_asked_for(threads):
     kind = "lanes" if threads == 1 else "groups"
     assert all(x.kernel.startswith(f"{kind}_") for x in (choice, *derivatives))
     if threads > 1:
-        assert f"1024 lanes of {threads} threads each" in choice.reason
+        assert f"1024 elements, a group of {threads} threads each" in choice.reason
 
 
 @needs_nvrtc

@@ -418,7 +418,9 @@ def test_loops_are_in_registers(f, in_axes, shapes, registers, gpu):
     used, spilled, stack = map(int, found.groups())
     assert used <= registers
     assert (spilled, stack) == (0, 0)
-    assert f"{lanes} lanes in {lanes // 128} CTAs of 128 threads" in choice.reason
+    assert (
+        f"{lanes} elements, a thread each, in {lanes // 128} CTAs of 128 threads" in choice.reason
+    )
 
 
 def backward_of(function, *args):

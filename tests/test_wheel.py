@@ -1,5 +1,6 @@
 """The wheel holds the product alone; ``.ci/run`` builds one and checks it by the same rules."""
 
+import re
 import runpy
 import tomllib
 from pathlib import Path
@@ -64,6 +65,18 @@ def test_every_copy_of_the_version_is_the_same():
     }
     for name, line in copies.items():
         assert line in (ROOT / name).read_text().splitlines(), name
+
+
+def test_the_recipe_of_conda_has_its_variants():
+    """rattler-build knows no default of ``stdlib``, and builds one package without versions."""
+    conda = ROOT / ".ci" / "conda"
+    recipe, variants = ((conda / f"{x}.yaml").read_text() for x in ("recipe", "variants"))
+    for language in re.findall(r'stdlib\("(\w+)"\)', recipe):
+        assert f"\n{language}_stdlib: " in variants
+    wheels = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]["build"]
+    (minors,) = re.findall(r"cp3(\d){([\d,]+)}", wheels)
+    versions = [f"3.{minors[0]}{x}" for x in minors[1].split(",")]
+    assert re.findall(r'"(3\.\d+)\.\*"', variants) == versions
 
 
 def test_the_recipe_of_conda_needs_what_the_wheel_needs():

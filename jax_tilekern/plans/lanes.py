@@ -72,7 +72,8 @@ def plan_lanes(
         # Loops of unknown length take as many steps on both sides: their times are no predictions.
         told = NOT_PREDICTED if work.xla_conditions else PredictedUs(ours, xla)
         if xla < ours and current_policy() != "kernels":
-            why = "vmap is predicted to be faster"
+            of_element = "a thread" if threads == 1 else f"a group of {threads} threads"
+            why = f"vmap is predicted to be faster than {of_element} for each element"
             if work.accesses and threads == 1:
                 why += "; a thread reads arrays of more than 64 elements from memory, one by one"
             return NoKernel(why, told)
@@ -82,7 +83,7 @@ def plan_lanes(
 
 
 def _launched(kernel: LaneKernel, threads: int, gpu: Gpu, told: PredictedUs) -> LaunchPlan:
-    lanes, of_cta, of_lane = kernel.lanes, threads, f" of {threads} threads each"
+    lanes, of_cta = kernel.lanes, threads
     if threads == 1:
         wanted = _CTAS_PER_SM * gpu.sm_count
         of_cta = next((x for x in _THREADS if lanes >= wanted * x), _THREADS[-1])
@@ -98,6 +99,9 @@ def _launched(kernel: LaneKernel, threads: int, gpu: Gpu, told: PredictedUs) -> 
         parameters=tuple(map(Buffer, range(len(kernel.alignments) + 1))),
         shared_memory_bytes=kernel.shared_bytes,
     )
+    each = f"a group of {threads} threads each"
+    if threads == 1:
+        each = f"a thread each, in {ctas} CTAs of {of_cta} threads"
     memory = {"workspace": kernel.workspace_bytes, "shared memory": kernel.shared_bytes}
     return LaunchPlan(
         name=f"{kernel.function}<{of_cta}>",
@@ -107,10 +111,8 @@ def _launched(kernel: LaneKernel, threads: int, gpu: Gpu, told: PredictedUs) -> 
         workspace_bytes=(max(1, kernel.workspace_bytes),),
         predicted_us=told,
         reason=(
-            f"{lanes} lanes"
-            + (f" in {ctas} CTAs of {of_cta} threads" if threads == 1 else of_lane)
-            + f"; {entry.registers} registers, {entry.spill_bytes} bytes spilled, "
-            f"{entry.stack_bytes} bytes of stack"
+            f"{lanes} elements, {each}; {entry.registers} registers, {entry.spill_bytes} bytes "
+            f"spilled, {entry.stack_bytes} bytes of stack"
             + "".join(f", {size} bytes of {what}" for what, size in memory.items() if size)
         ),
     )
