@@ -90,6 +90,7 @@ CALLS = {
     ],
     "strassen_matmul": [
         (lambda f: f(X, W, levels=-1), "levels=-1"),
+        (lambda f: f(X, W[:, 0]), r"not shapes \("),
         (lambda f: f(X, W, levels="a"), "levels is 'a'; it is an integer"),
     ],
     "scaled_matmul": [(lambda f: f(X, X, X, X), "float8_e4m3fn and float8_e5m2, and lhs is")],
