@@ -92,7 +92,7 @@ def nested_vmap(f, xs, _):
     return mapped(stacked(inside[0]), *inside[1:])
 
 
-def of_floats(f, xs, floats):
+def restricted_to_floats(f, xs, floats):
     """The function of its differentiable operands, of which it returns floats, and these."""
 
     def g(*own):
@@ -106,7 +106,7 @@ def of_floats(f, xs, floats):
 
 def jvp(f, xs, floats):
     """Along all operands, and along each alone."""
-    g, own = of_floats(f, xs, floats)
+    g, own = restricted_to_floats(f, xs, floats)
     tangents, results = like(own), []
     for i, (x, tangent) in enumerate(zip(own, tangents, strict=True)):
         alone = functools.partial(lambda i, x: g(*own[:i], x, *own[i + 1 :]), i)
@@ -123,36 +123,36 @@ def pulled(g):
 
 
 def vjp(f, xs, floats):
-    g, own = of_floats(f, xs, floats)
+    g, own = restricted_to_floats(f, xs, floats)
     return g(*own), pulled(g)(*own)
 
 
 def vmap_of_vjp(f, xs, floats):
-    g, own = of_floats(f, xs, floats)
+    g, own = restricted_to_floats(f, xs, floats)
     first = jax.vmap(pulled(g), (0, *[None] * (len(own) - 1)))(stacked(own[0]), *own[1:])
     return first, jax.vmap(pulled(g))(*map(stacked, own))
 
 
 def second_order(f, xs, floats):
     """Forward over reverse, and reverse over forward."""
-    g, own = of_floats(f, xs, floats)
+    g, own = restricted_to_floats(f, xs, floats)
     tangents = like(own)
     return jax.jvp(pulled(g), own, tangents), pulled(lambda *own: jax.jvp(g, own, tangents))(*own)
 
 
 def transpose(f, xs, floats):
-    g, own = of_floats(f, xs, floats)
+    g, own = restricted_to_floats(f, xs, floats)
     return jax.linear_transpose(lambda x: g(x, *own[1:]), own[0])(like(jax.eval_shape(g, *own)))
 
 
 def remat(f, xs, floats):
-    g, own = of_floats(f, xs, floats)
+    g, own = restricted_to_floats(f, xs, floats)
     return pulled(jax.checkpoint(g))(*own)
 
 
 def scan(f, xs, floats):
     """Over the first operand; the others are the same in each step."""
-    g, own = of_floats(f, xs, floats)
+    g, own = restricted_to_floats(f, xs, floats)
 
     def steps(x, *others):
         return lax.scan(lambda carry, x: (carry, g(x, *others)), None, x)[1]
@@ -171,13 +171,13 @@ def series_of(own):
 
 def taylor(f, xs, floats):
     """The coefficients of a curve to third order, by ``jax.experimental.jet``."""
-    g, own = of_floats(f, xs, floats)
+    g, own = restricted_to_floats(f, xs, floats)
     return jet(lambda *own: g(*own), own, series_of(own))
 
 
 def nested_jvps(f, xs, floats):
     """The same, which jet computes for fewer of JAX's own operations."""
-    g, own = of_floats(f, xs, floats)
+    g, own = restricted_to_floats(f, xs, floats)
     curves = list(zip(own, series_of(own), strict=True))
 
     def at(time):

@@ -91,7 +91,7 @@ def experts(x, up, gate, down, weights, indices):
     return jtk.moe(x, up, down, weights, indices, w_gate=gate)
 
 
-def of_every_operation(dtype):
+def calls_of_every_operation(dtype):
     """Functions and operands, a gradient of each operation that has one."""
     tokens, pairs = (array(*shape, dtype=np.int32) for shape in ((1024,), (1024, 2)))
 
@@ -141,14 +141,14 @@ def test_gpus_have_programs(gpu, policy, dtype):
     with jtk.policy(policy):
         launched = [
             kernels(compiled(function, *avals, gpu=gpu))
-            for function, avals in of_every_operation(dtype)
+            for function, avals in calls_of_every_operation(dtype)
         ]
     # Some of the calls are XLA's by the policy.
     assert sum(map(bool, launched)) > len(launched) / 2
 
 
 def test_an_older_gpu_has_programs_of_xla():
-    for function, avals in of_every_operation(np.float32):
+    for function, avals in calls_of_every_operation(np.float32):
         assert kernels(compiled(function, *avals, gpu="T4")) == []
 
 
@@ -210,7 +210,7 @@ def partitioned_anew(monkeypatch):
     return monkeypatch
 
 
-def of_this_package_and_jax(program, devices):
+def compiled_by_both(program, devices):
     mesh = mesh_of((devices,), ("x",))
     avals = [array(*x, dtype=jnp.bfloat16 if len(x) > 1 else np.int32) for x in program.shapes]
     for products in (
@@ -224,7 +224,7 @@ def of_this_package_and_jax(program, devices):
 def test_sharded_programs_send_no_more_than_those_of_jax(devices, partitioned_anew):
     partitioned_anew.setattr(overlap, "why_no_exchange", lambda: "collectives are compared")
     for program in sharded_programs.programs(devices):
-        ours, theirs = of_this_package_and_jax(program, devices)
+        ours, theirs = compiled_by_both(program, devices)
         assert bytes_sent(ours) <= SLACK * bytes_sent(theirs), program.name
         assert temporary_bytes(ours) <= SLACK * temporary_bytes(theirs) + SMALL, program.name
 

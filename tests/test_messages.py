@@ -32,7 +32,7 @@ FUNCTIONS = (
 )
 
 
-def of_functions(argument, call):
+def refused_functions(argument, call):
     """Calls with each function that is no function of one scalar."""
     return [
         (lambda jtk_function, f=f: call(jtk_function, f), f"the {argument} .*{message}")
@@ -42,7 +42,7 @@ def of_functions(argument, call):
 
 def epilogues(*operands):
     return [
-        *of_functions("epilogue", lambda f, epilogue: f(*operands, epilogue=epilogue)),
+        *refused_functions("epilogue", lambda f, epilogue: f(*operands, epilogue=epilogue)),
         (lambda f: f(*operands, operands=(X,)), "1 operands of an epilogue, but no epilogue="),
         (
             lambda f: f(*operands, epilogue=jnp.add, operands=(jnp.ones(5),)),
@@ -76,13 +76,13 @@ CALLS = {
         (lambda f: f(X, W), r"matrices \(..., m, k\) and \(..., k, m\)"),
     ],
     "linear": [
-        *of_functions("activation", lambda f, activation: f(X, W, None, activation)),
-        *of_functions("activation", lambda f, activation: f(X, W, W[0], activation)),
+        *refused_functions("activation", lambda f, activation: f(X, W, None, activation)),
+        *refused_functions("activation", lambda f, activation: f(X, W, W[0], activation)),
         (lambda f: f(X, W, jnp.ones(5)), r"b has shape \(5,\)"),
     ],
     "gated_linear": [
-        *of_functions("activation", lambda f, activation: f(X, W, W, activation)),
-        *of_functions("activation", lambda f, activation: f(X, W, W.astype(int), activation)),
+        *refused_functions("activation", lambda f, activation: f(X, W, W, activation)),
+        *refused_functions("activation", lambda f, activation: f(X, W, W.astype(int), activation)),
         (lambda f: f(X, W, W, lambda y: (y, y)), "the activation returns .* one scalar"),
         (lambda f: f(X, W, W[:, :3]), r"w_gate has shape .*, w_up \(6, 3\)"),
         (lambda f: f(X, W, W, epilogue=3), f"the epilogue is 3; {PLAIN}"),
@@ -103,7 +103,7 @@ CALLS = {
         (lambda f: f(IDS), "bfloat16, float16 or float32, not int32"),
     ],
     "moe": [
-        *of_functions(
+        *refused_functions(
             "activation", lambda f, activation: f(X, G, DOWN, SHARES, CHOSEN, activation=activation)
         ),
         (lambda f: f(X, G, G, SHARES, CHOSEN), "w_down does not fit"),
@@ -138,7 +138,7 @@ CALLS = {
         (lambda f: f(IDS, 2, mode="foo"), "mode is 'foo'; it is 'drop', 'clip'"),
     ],
     "segment_reduce": [
-        *of_functions("function", lambda f, function: f(function, X, **EDGES)),
+        *refused_functions("function", lambda f, function: f(function, X, **EDGES)),
         (lambda f: f(lambda y: (y, y), X, **EDGES), "the function <lambda> returns 2 values"),
         (lambda f: f(jtk.row_sum, X, **EDGES), "the function row_sum returns 1 values"),
         (lambda f: f(jnp.sin, **EDGES), "takes at least one array"),

@@ -116,10 +116,10 @@ def test_derivatives(rng, places):
         def loss(a, b):
             return (jax.device_put(matmul(a, b), jax.memory.Space.Device) ** 2).sum() / 1e6
 
-        def of_gradient(a, b):
+        def gradient_norm(a, b):
             return (jax.device_put(jax.grad(loss)(a, b), jax.memory.Space.Device) ** 2).sum()
 
-        return jax.grad(loss, (0, 1))(a, b), jax.grad(of_gradient, 1)(a, b)
+        return jax.grad(loss, (0, 1))(a, b), jax.grad(gradient_norm, 1)(a, b)
 
     found = jax.jit(gradients, static_argnums=0)(
         product(2 << 20, precision="highest"), *map(jax.device_put, (a, b), places)

@@ -196,10 +196,10 @@ def test_second_order_sends_no_more_than_lax(mesh, x, w, name):
         def loss(x, w):
             return (f(x, w) ** 3).sum()
 
-        def of_gradient(x, w):
+        def squared_sum(x, w):
             return sum((g**2).sum() for g in jax.grad(loss, (0, 1))(x, w))
 
-        return bytes_sent(jax.jit(jax.grad(of_gradient, (0, 1))).lower(x, w).compile())
+        return bytes_sent(jax.jit(jax.grad(squared_sum, (0, 1))).lower(x, w).compile())
 
     assert sent(function) <= sent(by_lax)
 

@@ -75,10 +75,10 @@ def test_derivatives_of_not_numbers_that_no_product_reads(rng):
     # The second of two groupings reads both.
     both = np.array([[3, 0, 6], [4, 4, 4]])
 
-    def of_two(lhs, rhs, a, b):
+    def two_products(lhs, rhs, a, b):
         return jax.vmap(product, (None, None, None, None, 0))(lhs, rhs, a, b, both)
 
-    first = jax.grad(lambda a: of_two(*dead, a, of[1])[0].sum())(of[0])
+    first = jax.grad(lambda a: two_products(*dead, a, of[1])[0].sum())(of[0])
     assert np.flatnonzero(np.isnan(first).any(1)).tolist() == [4, 5, 6, 7, 10]
 
 

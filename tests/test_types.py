@@ -41,15 +41,15 @@ def test_types_and_errors_are_those_at_the_operands_own_sizes(rng, function, lab
         except (TypeError, ValueError) as error:
             return type(error), str(error)
 
-    def of_own_sizes(*operands):
+    def for_own_sizes(*operands):
         return jax.make_jaxpr(functools.partial(function, **options))(*operands).out_avals[0]
 
-    def of_any_size(*operands):
+    def for_any_size(*operands):
         return product_type(function, *operands, **options)
 
     for _ in range(12):
         operands = drawn_operands(rng, labels)
-        assert outcome(of_any_size, operands) == outcome(of_own_sizes, operands)
+        assert outcome(for_any_size, operands) == outcome(for_own_sizes, operands)
 
 
 def test_sizes_whose_products_alone_are_equal_are_not_taken_for_each_other():
@@ -89,7 +89,7 @@ FLOAT0 = jax.dtypes.float0
 ROWS_OF_GROUPS = np.array([1, 2], np.int32)
 
 
-def of_lax(module):
+def lax_or_ours(module):
     return lax if module is jnp else jtk
 
 
@@ -110,7 +110,7 @@ CALLS = {
     "inner": (lambda m: m.inner, [(2, 3), (2, 3)]),
     "vecdot": (lambda m: m.vecdot, [(2, 3), (2, 3)]),
     "ragged_dot": (
-        lambda m: lambda x, w: of_lax(m).ragged_dot(x, w, ROWS_OF_GROUPS),
+        lambda m: lambda x, w: lax_or_ours(m).ragged_dot(x, w, ROWS_OF_GROUPS),
         [(3, 4), (2, 4, 5)],
     ),
     "inv": (lambda m: m.linalg.inv, [(3, 3)]),
@@ -265,7 +265,7 @@ def test_every_pair_as_lax(rng, preferred):
         assert (error <= 3 * float(jnp.finfo(ours.dtype).eps) * magnitudes).all()
 
 
-def of_matrices(name):
+def matrix_product(name):
     return lambda x, y: getattr(jtk, name)(x, y, **IN_FLOAT32), "mk,kn->mn"
 
 
@@ -279,7 +279,7 @@ def ragged(x, y, **kwargs):
 
 # Each function, and the product that it is.
 PRODUCTS = {
-    **{name: of_matrices(name) for name in ("matmul", "dot", "linear")},
+    **{name: matrix_product(name) for name in ("matmul", "dot", "linear")},
     "einsum": (lambda x, y: jtk.einsum("mk,kn->nm", x, y, **IN_FLOAT32), "mk,kn->nm"),
     "tensordot": (lambda x, y: jtk.tensordot(x, y, 1, **IN_FLOAT32), "mk,kn->mn"),
     "inner": (lambda x, y: jtk.inner(x, y.T, **IN_FLOAT32), "mk,kn->mn"),

@@ -69,7 +69,7 @@ def from_data(data: dict[str, Any]) -> ScalarFunction:
         return [value(atom) for atom in data["results"]]
 
     avals = [jax.ShapeDtypeStruct((), dtype) for dtype in data["operands"]]
-    # XLA calls on its own thread, which has no configuration of the user's.
+    # XLA calls this function on its own thread, where the user's configuration is not set.
     with jax.enable_x64(True), compat.without_mesh():
         jaxpr = jax.make_jaxpr(python)(*avals)
     reductions = tuple(

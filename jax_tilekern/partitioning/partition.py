@@ -17,7 +17,7 @@ class ShardedOperand(NamedTuple):
 
     spec: Spec  # when XLA passes it to the local program
     steps: tuple[ReshardStep, ...]  # in order
-    # The last of these steps, which the local program takes and XLA does not.
+    # The last of these steps, if the local program takes them in place of XLA.
     in_program: tuple[ReshardStep, ...]
     bytes_sent: float  # by a device, for the steps
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from jax_tilekern import _core
 from jax_tilekern.plans.transpose.permutation import Permutation
 
-# By the word for it in a kernel's name: why a product is computed in this way.
+# Why a product takes a kernel, by a word of the kernel's name.
 _PRODUCT_REASONS = {
     "direct": "rhs is small, so operands are read in place",
     "packed": "large or narrow operands are packed for the caches first",

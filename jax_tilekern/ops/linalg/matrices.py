@@ -426,7 +426,7 @@ _inverse = define_matrix(
 
 def _solve_reference(a: Array, b: Array, *, transpose: bool) -> Array:
     solve = functools.partial(jnp.linalg.solve, a)
-    # The transposed system has the factors of the same matrix, which XLA computes once for both.
+    # Both systems have the factors of one matrix. XLA computes them once.
     result: Array = jax.linear_transpose(solve, b)(b)[0] if transpose else solve(b)
     return result
 

@@ -30,7 +30,7 @@ class Activation:
 
     # The function of a scalar of each type, and of the scalars that it closes over.
     values: tuple[ScalarFunction, ...]
-    # For each type, which of the values that it closes over it reads.
+    # For each type, the indices of the closed-over values that the function reads.
     reads: tuple[tuple[int, ...], ...]
     # Its derivatives by each operand that is a float, or none. The text of a function has no custom
     # derivative, so they are functions of their own.

@@ -317,7 +317,7 @@ def _experts(
     params: dict[str, Any] = {"precision": precision, "save": save}
     with by_types(arrays, offset, out_dtype):
         if offset is not None:
-            # A device adds the place of its experts, which a narrow type does not hold.
+            # A device adds the position of its experts. A narrow type would overflow.
             experts = arrays["w_up"].shape[0]
             offset = clipped(offset, -experts, 2**31 - 1 - experts)
         if traced is not None and as_one_call:

@@ -34,7 +34,7 @@ Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
 METHODS = ("auto", "standard", "gram")
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
-# Keller Jordan's, which the optimizer Muon uses.
+# The coefficients of the optimizer Muon.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 

@@ -300,7 +300,7 @@ def _with_rounded_first(function: ScalarFunction, product: np.dtype[Any]) -> Sca
     )
 
 
-# Differentiation and batching, which Strassen's algorithm has in common.
+# Differentiation and batching. Strassen's algorithm shares these rules.
 
 
 def _cotangent(

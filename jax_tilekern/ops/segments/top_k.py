@@ -147,7 +147,7 @@ def _in_place_of_jax(operand: Array, *, k: Any, axis: int, **params: Any) -> Seq
     if not isinstance(k, int) or axis != operand.ndim - 1:
         results: Sequence[Array] = lax.top_k_p.bind(operand, k=k, axis=axis, **params)
         return results
-    # Among equals the first comes first, which JAX's may leave open.
+    # Equal values keep their order. JAX's operation need not keep it.
     return list(top_k(operand, k))
 
 

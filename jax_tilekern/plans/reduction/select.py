@@ -19,7 +19,7 @@ _Dtype = np.dtype[Any]
 
 _F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
 _FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), _F32, _F64)
-# By the real type of their parts.
+# The real type of a complex number's parts.
 _COMPLEX: dict[_Dtype, _Dtype] = {np.dtype(np.complex64): _F32, np.dtype(np.complex128): _F64}
 
 

@@ -185,10 +185,12 @@ def _reduce_by(writer: LaneWriter, eqn: Any, operands: list[Value], places: Plac
         for name, x in zip(names, initial, strict=True):
             writer.line(f"{x.cxx} {name} = {x.first};")
         with writer.elements(_sizes(arrays[0], axes)) as reduced, writer.body_of_loop():
-            so_far = [everywhere(x.dtype, (), name) for x, name in zip(arrays, names, strict=True)]
+            accumulated = [
+                everywhere(x.dtype, (), name) for x, name in zip(arrays, names, strict=True)
+            ]
             place = _merged(kept, reduced, axes)
             following = [writer.scalar(x.dtype, x.at(place)) for x in arrays]
-            results = writer.jaxpr(function, [*so_far, *following])
+            results = writer.jaxpr(function, [*accumulated, *following])
             # A result may be another's variable.
             found = [writer.scalar(x.dtype, x.first) for x in results]
             for name, x in zip(names, found, strict=True):

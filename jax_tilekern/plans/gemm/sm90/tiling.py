@@ -42,7 +42,7 @@ from jax_tilekern.plans.launch import (
 
 # A k-tile where neither operand is k-major and the tile is wide.
 _NEITHER_K_MAJOR = 1.03
-# A k-tile of lhs through registers, which wide and narrow tiles hide differently well.
+# A k-tile of lhs through registers. Wide tiles hide more of it than narrow ones.
 _LHS_IN_REGISTERS_WIDE, _LHS_IN_REGISTERS_NARROW = 1.1, 1.3
 # A k-tile whose accumulators are promoted outside the tensor cores.
 _PROMOTED = 1.2
@@ -54,7 +54,7 @@ _SCALED_COLUMNS = 1.3
 _WIDE = 128
 # The time in which TMA writes a byte to shared memory, in units of an MMA's read of a byte.
 _TMA_WRITE = 0.75
-# A k-tile of a single consumer, which has nothing to hide its waits behind.
+# A k-tile of a single consumer: no other one computes while it waits.
 _ONE_CONSUMER = 1.02
 # The epilogue: cycles to begin with, bytes per cycle by TMA stores, and single elements per cycle.
 _STORE_CYCLES, _STORE_BANDWIDTH = 400, 64

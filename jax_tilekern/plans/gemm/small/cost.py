@@ -106,7 +106,7 @@ def _instructions_across_k(rows: Rows, lines: int, itemsize: int) -> tuple[float
     packing = 0.0 if rows.uniform else 1.0
     if itemsize >= 4:
         return float(lines), packing
-    # Four bytes at any alignment are shifted out of two words, which have an address for each k.
+    # Four unaligned bytes are shifted out of two words. Each k has its own address of these words.
     shifted = rows.load_bytes == 1
     at_once = 4 if shifted else rows.load_bytes // itemsize
     loads = 0.0

@@ -193,7 +193,7 @@ def _operand_rows(
     lane = lane_bytes(product)
     conflicting = _CONFLICTING_PITCH_OF_GROUPS if packed and itemsize == 1 else _CONFLICTING_PITCH
     flat = row_stride == row_bytes and whole and row_stride % conflicting != 0
-    # The steps between matrices, which what a lane reads is aligned to as it is to those of rows.
+    # Loads of a lane are aligned to the steps between matrices, as to those between rows.
     steps = [s for n, s in zip(batch_sizes, batch_strides, strict=True) if n > 1]
     load_bytes = itemsize
     if packed:
