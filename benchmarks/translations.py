@@ -10,7 +10,7 @@ from pathlib import Path
 import jax_tilekern.ops.kernel.translation.text  # noqa: F401 - registers the rules
 from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_elementwise
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.kernel.translation import keys
+from jax_tilekern.ops.kernel.translation import complex_numbers, keys
 from jax_tilekern.ops.kernel.translation.refusals import REASONS
 from jax_tilekern.ops.kernel.translation.writer import RULES
 
@@ -44,7 +44,8 @@ def translator(name: str) -> str | None:
         return RULES[name][0].__module__
     if name in INNER_JAXPR or is_elementwise(name):
         return is_elementwise.__module__
-    return keys.__name__ if name in keys.translated() else None
+    modules = (x for x in (keys, complex_numbers) if name in x.translated())
+    return next((x.__name__ for x in modules), None)
 
 
 def primitives(kind: str) -> Iterator[str]:

@@ -291,6 +291,57 @@ def calls(x):
     return doubled(x), lax.eq_to_p.bind(x, jnp.abs(x))
 
 
+def complex_numbers(x, y):
+    """Functions of complex numbers, zeros and others."""
+    return (
+        x + y, x - y, x * y, x / y, 2 * x + 1j, -x, jnp.exp(x), jnp.log(y), jnp.sqrt(x),
+        jnp.sin(x), jnp.cos(x), jnp.sinh(x), jnp.cosh(x), x**y, x**3, y**-2,
+        y ** x.imag.astype(int), jnp.square(x), jnp.sign(x), jnp.abs(x), jnp.angle(x),
+        x.conj(), x.real, x.imag, x == y, x != y, jnp.where(x.real > 0, x, y),
+        lax.complex(x.real, y.imag), y.real.astype(x.dtype), x.astype(bool),
+    )  # fmt: skip
+
+
+def complex_loops(x, y):
+    """A quantum state in a scan, and a Mandelbrot sequence."""
+    hamiltonian = jnp.outer(x, x.conj())
+
+    def step(psi, _):
+        psi = psi - 0.1j * hamiltonian @ psi
+        psi = psi / jnp.sqrt(jnp.sum(jnp.abs(psi) ** 2))
+        return psi, (psi, psi[0].real)
+
+    _, count = lax.while_loop(
+        lambda state: (jnp.abs(state[0]) < 2) & (state[1] < 9),
+        lambda state: (state[0] ** 2 + x[0], state[1] + 1),
+        (jnp.zeros_like(x[0]), 0),
+    )
+    return lax.scan(step, y, None, length=5), count
+
+
+def complex_arrays(x, i):
+    return (
+        x[i], x.at[i].set(1j), x.at[i].add(x[0]), x.sum(), x.cumsum(), x.reshape(2, 3).T,
+        jnp.concatenate([x, x.conj()]), jnp.pad(x, 1), jnp.vdot(x, x), x.mean(), x[::-1],
+        lax.cond(i > 2, lambda x: x * 1j, lambda x: x + 1, x),
+    )  # fmt: skip
+
+
+def complex_rows(x):
+    """Rows that a CTA copies together, as parts of complex results."""
+    return lax.complex(x, x[::-1]), x.at[0].set(0), jnp.conj(lax.complex(x, x))
+
+
+def fourier(x):
+    """Transforms of prime, even and odd numbers of points."""
+    z, pairs = lax.complex(x, x[::-1]), x.reshape(2, 6)
+    return (
+        jnp.fft.fft(z), jnp.fft.ifft(z[:9]), jnp.fft.rfft(x), jnp.fft.irfft(z), jnp.fft.rfft(x[:7]),
+        jnp.fft.irfft(z[:6], 11), jnp.fft.rfft2(pairs), jnp.fft.irfft2(lax.complex(pairs, pairs)),
+        jnp.fft.fft(z[:1]),
+    )  # fmt: skip
+
+
 def table():
     """Return the cases by name: function, in_axes and arguments."""
     numbers = np.arange(N, dtype=np.int32)
@@ -313,8 +364,19 @@ def table():
         special: (np.linspace(0.3, 6, N, dtype=np.float32), np.abs(normal(N)) * 5),
         ciphers: (integers_of(N, 4, low=0),),
         calls: (normal(N, 3),),
-    }
+        complex_numbers: (
+            np.complex64([0, 1j, -2, 3 + 4j, 1 - 1j, -0.3 + 2j, 1]), complex_normal(N),
+        ),
+        complex_loops: (complex_normal(N, 3), complex_normal(N, 3)[::-1]),
+        complex_arrays: (complex_normal(N, 6), numbers % 6),
+        complex_rows: (normal(N, 70),),
+        fourier: (normal(N, 12),),
+    }  # fmt: skip
     return {function.__name__: (function, 0, args) for function, args in arguments.items()}
+
+
+def complex_normal(*shape, dtype=np.complex64):
+    return (normal(*shape) + 1j * normal(*shape, seed=1)).astype(dtype)
 
 
 def diagonals(size, scale=0.3):
@@ -329,6 +391,7 @@ def wide_table():
     numbers = NUMBERS.astype(np.int64)
     return {
         "edges64": (edges, 0, (special_numbers, numbers)),
+        "complex128": (complex_loops, 0, (complex_normal(N, 3, dtype=np.complex128),) * 2),
         "index_types64": (wide_index_types, 0, (normal(N, 5), numbers // 25)),
     }
 
@@ -359,8 +422,14 @@ def gradients():
 
         return of(with_derivatives, map_, a, x)
 
+    def of_complex(map_, x, y):
+        (psi, (states, _)), _ = map_(complex_loops)(x, y)
+        spectra = map_(lambda x: jnp.fft.irfft(jnp.fft.rfft(jnp.abs(x)) ** 2, 3))(y)
+        return jnp.sum(jnp.abs(psi - 1) ** 3) + jnp.sum(states.imag**2) + jnp.sum(spectra**2)
+
     numbers = np.arange(N, dtype=np.int32) % 3
     return {
+        "complex": (of_complex, (complex_normal(N, 3), complex_normal(N, 3)[::-1])),
         "tridiagonal": (
             lambda map_, *operands: of(lambda *x: tridiagonal(*x)[:3], map_, *operands),
             (*diagonals(6), normal(N, 6, 2)),

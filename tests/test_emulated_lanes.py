@@ -104,6 +104,8 @@ def assert_close(found, wanted, factor=1):
     for i, (x, y) in enumerate(zip(found, wanted, strict=True)):
         x, y = np.asarray(x), np.asarray(y)
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        if x.dtype.kind == "c":
+            x, y = (np.stack([z.real, z.imag]) for z in (x, y))
         tolerance = TOLERANCE.get(x.dtype.name)
         if tolerance is None:
             np.testing.assert_array_equal(x, y, err_msg=f"result {i}")

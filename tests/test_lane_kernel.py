@@ -15,7 +15,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxprs import parameters
 from lane_functions import collatz, kalman, lorenz
-from numerics import on_gpu
 from nvrtc_mark import needs_nvrtc
 from sharded import AUTO, devices, mesh_of, put
 
@@ -29,8 +28,6 @@ from jax_tilekern.plans.gpu import known_gpu
 PARAMETERS = jnp.array([10.0, 28.0, 8 / 3])
 # Lanes that all devices of the mesh share.
 LANES = P(("d", "m"))
-# A kernel has no arithmetic of complex numbers.
-COMPLEX = 2.5 if on_gpu() else 1j
 START = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 
 
@@ -221,7 +218,7 @@ def test_forward_mode_through_a_while_loop_and_not_reverse_mode():
         (lambda x, y: x + y["a"], (1, {"a": -1}), 1, (START, {"a": START})),
         (lambda x: jnp.outer(x, x), 0, -1, (START,)),
         (lambda x, n: x * n, (0, None), 0, (START, 2)),
-        (lambda x, b, z: jnp.where(b, x * z, z), (0, None, None), 0, (START, True, COMPLEX)),
+        (lambda x, b, z: jnp.where(b, x * z, z), (0, None, None), 0, (START, True, 1j)),
         (lambda x, name: getattr(jnp, name)(x), (0, None), 0, (START, "sin")),
         (lambda x, f: f(x), (0, None), 0, (START, jnp.sin)),
         (lambda x, each: x * sum(each), (0, [None, 0]), 0, (START, [2.0, START])),
@@ -290,11 +287,11 @@ def test_numbers_are_operands():
         np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
     once = len(traced)
     assert once <= 2
-    for y in (1, 2, True, False, COMPLEX, 2 * COMPLEX):
+    for y in (1, 2, True, False, 1j, 2j):
         found, wanted = mapped(jnp.ones(3), y), jax.vmap(lambda x, y=y: x * y)(jnp.ones(3))
         assert found.dtype == wanted.dtype
         np.testing.assert_array_equal(found, wanted)
-    assert len(traced) == (3 if on_gpu() else 4) * once
+    assert len(traced) == 4 * once
     assert jax.grad(lambda y: mapped(jnp.ones(3), y).sum())(2.0) == 3.0
 
 
@@ -477,6 +474,14 @@ def test_few_lanes_are_spread_over_the_gpu():
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("threads", [1, 32])
+def test_complex_numbers_and_their_spectra_are_kernels(threads):
+    kernel = jtk.kernel(lambda x: jnp.abs(jnp.fft.fft(x)) * x[0], threads=threads)
+    (choice,) = explained(kernel, jnp.ones((100, 16), jnp.complex64))
+    assert choice.kernel.startswith("lanes" if threads == 1 else "groups")
+
+
+@needs_nvrtc
 def test_long_arrays_are_in_a_workspace():
     def f(x):
         return lax.scan(lambda c, _: (jnp.sin(c), c), x, None, length=1000)[1].max()
@@ -495,7 +500,12 @@ def test_long_arrays_are_in_a_workspace():
         ),
         (lambda x: jnp.linalg.eigvalsh(x * jnp.eye(20)), "no CUDA for eigh of 20x20, only up"),
         (lambda x: jnp.linalg.cholesky(x * jnp.eye(20)), "no CUDA for cholesky of 20x20, only up"),
-        (lambda x: x * 1j, "no arithmetic of complex64, at .*test_lane_k"),
+        (
+            lambda x: jnp.sort(x * 1j * jnp.arange(3)),
+            "no CUDA for sort of complex numbers, at .*test_lane_k",
+        ),
+        (lambda x: jnp.fft.fft(jnp.full(74, x)), "no CUDA for fft of .*74.* points; .* up to 64"),
+        (lambda x: jnp.fft.fft(jnp.full(37, x)), "no CUDA for fft of 37 points, .* factor 37"),
         (
             lambda x: lax.scan(lambda c, _: (jnp.convolve(c, c), None), x[None], None, 2)[0],
             "no windows or convolutions, at",

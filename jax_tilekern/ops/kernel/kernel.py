@@ -18,12 +18,14 @@ from jax import lax
 
 from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import compat, outcomes
+from jax_tilekern.interop.global_modes import by_types
 from jax_tilekern.ops.cuda_kernel.sharding import explicit_shardings
 from jax_tilekern.ops.jitted import MOST_FUNCTIONS, UserFunction
 from jax_tilekern.ops.kernel.checkpoints import Checkpoint, checked
 from jax_tilekern.ops.kernel.group_work import has_arrays_beyond
 from jax_tilekern.ops.kernel.rules import Axes, LaneFunction, Rules, lane_sizes, type_of_lanes
 from jax_tilekern.ops.kernel.translation.callbacks import without_callbacks
+from jax_tilekern.ops.kernel.translation.complex_numbers import without_complex
 from jax_tilekern.ops.kernel.translation.keys import is_key, without_keys
 from jax_tilekern.ops.kernel.translation.text import Layout, lane_kernel
 from jax_tilekern.ops.kernel.work import IN_REGISTERS
@@ -429,8 +431,9 @@ def write_kernel(
         [Layout(np.dtype(x.dtype), tuple(x.shape), a) for x, a in zip(given, axes, strict=True)]
         for given, axes in ((avals, operand_axes), (results, result_axes))
     ]
-    low = without_keys(compat.in_low_primitives(jaxpr), inlined=True)
-    return lane_kernel(function.name, low, *layouts, group=group)
+    with by_types(function):
+        low = without_keys(compat.in_low_primitives(jaxpr), inlined=True)
+        return lane_kernel(function.name, without_complex(low), *layouts, group=group)
 
 
 def _on_cuda(

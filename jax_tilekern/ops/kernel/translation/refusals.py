@@ -27,15 +27,12 @@ _NAMES_BY_REASON = {
         "accum_grad_in_ref addupdate broadcast_to create_linear empty_ref free_ref freeze get "
         "new_ref pin run_state swap unpin"
     ),
-    "a kernel has no complex numbers; pass real and imaginary parts": (
-        "complex conj eig fft imag real"
-    ),
     "vmap gives all elements of a batch draws of the first one's key; use threefry2x32 or "
     "philox4x32 keys": "rng_bit_generator",
     "it has no key, so nothing determines its draws": "rng_uniform",
     "it has no implementation in a lane": (
-        "cholesky_update geqp3 geqrf hessenberg householder_product ormqr schur symmetric_product "
-        "tridiagonal"
+        "cholesky_update eig geqp3 geqrf hessenberg householder_product ormqr schur "
+        "symmetric_product tridiagonal"
     ),
     "a lane has no windows or convolutions": (
         "conv_general_dilated reduce_window reduce_window_max reduce_window_min reduce_window_sum "

@@ -28,6 +28,7 @@ from jax_tilekern.ops.kernel.translation import (  # noqa: F401
     special,
     tridiagonal,
 )
+from jax_tilekern.ops.kernel.translation.complex_numbers import part_type
 from jax_tilekern.ops.kernel.translation.groups import VECTOR, GroupWriter, has_rows
 from jax_tilekern.ops.kernel.translation.rows import shared_rows
 from jax_tilekern.ops.kernel.translation.values import Buffer, Shape, in_memory, is_wide, row_major
@@ -58,29 +59,44 @@ class Layout(NamedTuple):
         """Dimensions of one lane's array."""
         return tuple(d for d in range(len(self.shape)) if d not in self.axes)
 
+    @property
+    def real_dtype(self) -> np.dtype[Any]:
+        """The type of the numbers in memory, of which a complex element is two."""
+        return part_type(self.dtype)
+
+    @property
+    def parts(self) -> int:
+        return self.dtype.itemsize // self.real_dtype.itemsize
+
+    def _strides(self) -> Shape:
+        return tuple(self.parts * stride for stride in row_major(self.shape))
+
     def lane_strides(self) -> Shape:
-        """Return the elements between neighbours in each dimension of lanes."""
-        strides = row_major(self.shape)
+        """Return the numbers between neighbours in each dimension of lanes."""
+        strides = self._strides()
         return tuple(0 if d is None else strides[d] for d in self.axes)
 
     @property
     def row(self) -> int | None:
-        """Elements of a lane, if lanes lie one behind the other."""
-        in_order = (*self.axes, *self.own_dims) == tuple(range(len(self.shape)))
+        """Elements of a lane, if they are real and lanes lie one behind the other."""
+        in_order = self.parts == 1 and (*self.axes, *self.own_dims) == tuple(range(len(self.shape)))
         return math.prod(self.shape[d] for d in self.own_dims) if in_order else None
 
-    def buffer(self, name: str) -> Buffer:
-        """Return one lane's array, where ``name`` points to its first element."""
-        strides = row_major(self.shape)
-        return Buffer(
-            name,
-            self.dtype,
-            tuple(self.shape[d] for d in self.own_dims),
-            tuple(strides[d] for d in self.own_dims),
-            stored=True,
-            wide=is_wide(self.shape),
-            shared=True,
-        )
+    def buffers(self, name: str) -> list[Buffer]:
+        """Return one lane's array, or those of its parts, where ``name`` points to its start."""
+        strides = self._strides()
+        return [
+            Buffer(
+                f"({name} + {part})" if part else name,
+                self.real_dtype,
+                tuple(self.shape[d] for d in self.own_dims),
+                tuple(strides[d] for d in self.own_dims),
+                stored=True,
+                wide=is_wide((*self.shape, self.parts)),
+                shared=True,
+            )
+            for part in range(self.parts)
+        ]
 
 
 @dataclass(frozen=True)
@@ -133,7 +149,7 @@ def _written(
     writer: LaneWriter,
 ) -> LaneKernel:
     in_groups = isinstance(writer, GroupWriter)
-    mapped = [set(x.axes) != {None} for x in operands]
+    mapped = [set(x.axes) != {None} for x in operands for _ in range(x.parts)]
     work = work_of(closed, lanes.count, mapped)
     parameters, pointers, alignments = [], [], []
     named = [(f"x{i}", x) for i, x in enumerate(operands)]
@@ -141,7 +157,7 @@ def _written(
     rows = {} if in_groups else shared_rows(((x, y.dtype, y.row) for x, y in named), work)
     for array, layout in named:
         const = "const " if array.startswith("x") else ""
-        kind = f"{const}{CXX_TYPES[layout.dtype]}*"
+        kind = f"{const}{CXX_TYPES[layout.real_dtype]}*"
         parameters.append(f"{kind} __restrict__ {array}")
         offset = "".join(
             f" + l{k} * {stride}ll" for k, stride in enumerate(layout.lane_strides()) if stride
@@ -151,31 +167,33 @@ def _written(
         alignments.append(layout.dtype.itemsize)
     parameters.append("unsigned char* workspace")
     for layout in operands:
-        computed_type(layout.dtype)
+        computed_type(layout.real_dtype)
     # An operand of one element is a named scalar.
     inputs = []
     for i, layout in enumerate(operands):
-        buffer = layout.buffer(f"px{i}")
-        if isinstance(writer, GroupWriter) and has_rows(buffer, layout.lane_strides()):
-            alignments[i] = VECTOR
-            inputs.append(writer.row_value(buffer))
-        elif buffer.name in rows:
-            # The lane's own copy, which updates may change.
-            inputs.append(in_memory(writer.owned(dataclasses.replace(buffer, wide=False))))
-        else:
-            inputs.append(writer.evaluated(in_memory(buffer)))
-    places = [x.buffer(f"py{i}") for i, x in enumerate(results)]
+        for buffer in layout.buffers(f"px{i}"):
+            if isinstance(writer, GroupWriter) and has_rows(buffer, layout.lane_strides()):
+                alignments[i] = VECTOR
+                inputs.append(writer.row_value(buffer))
+            elif buffer.name in rows:
+                # The lane's own copy, which updates may change.
+                inputs.append(in_memory(writer.owned(dataclasses.replace(buffer, wide=False))))
+            else:
+                inputs.append(writer.evaluated(in_memory(buffer)))
+    # A part of a complex result is no row.
+    whole = [x.parts == 1 for x in results for _ in range(x.parts)]
+    places = [buffer for i, x in enumerate(results) for buffer in x.buffers(f"py{i}")]
     found = writer.jaxpr(closed, inputs, places)
     stores = []
-    for i, (place, value) in enumerate(zip(places, found, strict=True)):
+    for is_whole, place, value in zip(whole, places, found, strict=True):
         computed_type(value.dtype)
-        row = rows.get(value.whole.name) if value.whole is not None else None
+        row = rows.get(value.whole.name) if is_whole and value.whole else None
         if row is None:
             if value.whole is not place:
                 writer.filled(value, place)
             row = rows.get(place.name)
         if row is not None:
-            stores.append((row, f"y{i}"))
+            stores.append((row, place.name.removeprefix("p")))
     loads = [row for name, row in rows.items() if name.startswith("px")]
     in_shared = {row.start: row for row in (*loads, *(row for row, _ in stores))}
     function = f"{'groups' if in_groups else 'lanes'}_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
