@@ -425,6 +425,14 @@ def test_operands_that_are_no_sequence_are_refused():
         call(epilogue=jnp.add, group_operands=bias[None])
 
 
+def test_a_bias_is_named_in_calls_and_in_errors():
+    np.testing.assert_array_equal(
+        jtk.linear(ONES, ONES, bias=ONES[0]), jtk.linear(ONES, ONES, ONES[0])
+    )
+    with pytest.raises(ValueError, match=r"linear: bias has shape \(3,\)"):
+        jtk.linear(ONES, ONES, bias=jnp.ones(3))
+
+
 def test_an_activation_that_is_no_function_is_refused():
     with pytest.raises(TypeError, match="the activation is 'relu'"):
         jtk.linear(ONES, ONES, ONES[0], "relu")

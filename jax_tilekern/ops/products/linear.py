@@ -206,7 +206,7 @@ def _role(
         if function is not None and not takes(function, 1):
             raise TypeError(f"{call}: the {argument} {function!r} does not take 1 argument")
     names = [getattr(x, "__name__", type(x).__name__) for x in given.values() if x is not None]
-    return Role(call, "activation", " with the epilogue ".join(names), operand="b")
+    return Role(call, "activation", " with the epilogue ".join(names), operand="bias")
 
 
 def _named(what: str, activation: Activation, function: Callable[..., Any]) -> Callable[..., Any]:
