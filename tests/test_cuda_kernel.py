@@ -951,7 +951,7 @@ def test_clusters_take_hopper():
     [
         ({"grid": 1.0}, "grid is 1.0, a float and not an integer"),
         ({"grid": lambda: "4"}, "grid is '4', a str and not an integer"),
-        ({"scalars": 3}, r"scalar 3 is a int, which does not say .* np.float32"),
+        ({"scalars": 3}, r"scalar 3 has Python's type int, .* np.int32\(...\) for"),
         ({"tensor_maps": (1,)}, "1 is no jax_tilekern.TensorMap"),
         ({"options": [3]}, "option 3 is not a string"),
         ({"name": lambda: None}, "name is None, not a string"),

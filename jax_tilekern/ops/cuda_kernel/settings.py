@@ -304,8 +304,9 @@ class KernelSettings:
         for scalar in scalars:
             if not isinstance(scalar, np.generic):
                 raise TypeError(
-                    f"kernel {self.label}: scalar {scalar!r} is a {type(scalar).__name__}, which "
-                    "does not say what the kernel takes; write np.float32(...) or np.int64(...)"
+                    f"kernel {self.label}: scalar {scalar!r} has Python's type "
+                    f"{type(scalar).__name__}, which does not say what the kernel takes; write "
+                    "np.int32(...) for an int, np.float32(...) for a float, ..."
                 )
         return scalars
 
