@@ -66,16 +66,19 @@ _STATED = {
 # Instead of a candidate's key: the one that the planner ranks first.
 _FIRST = "first"
 _Array = np.ndarray[Any, np.dtype[Any]]
-# The commands that time calls on a GPU, and their shares of the time. ``regret`` times several
-# candidates of a product.
-_ON_GPUS = {
-    "regret matmul --sample 400": 0.3,
-    "regret decode --sample 150": 0.12,
-    "regret matvec --sample 60": 0.05,
-    "regret vdot --sample 60": 0.05,
-    "sample --count 200 --policy kernels": 0.48,
+_DRAWN = "sample", "--count", "200", "--policy", "kernels"
+_WITH_EPILOGUES = "linear", "matmul, epilogue", "matmul, residual"
+# The commands that time calls on a GPU, by their records, and their shares of the time. Several
+# candidates of a product are timed.
+_ON_GPUS: Mapping[str, tuple[float, Sequence[str]]] = {
+    "regret-matmul": (0.28, ("regret", "matmul", "--sample", "400")),
+    "regret-decode": (0.1, ("regret", "decode", "--sample", "150")),
+    "regret-matvec": (0.05, ("regret", "matvec", "--sample", "60")),
+    "regret-vdot": (0.05, ("regret", "vdot", "--sample", "60")),
+    "fused": (0.12, (*_DRAWN, "--candidates", "6", "--operations", *_WITH_EPILOGUES)),
+    "sample": (0.4, _DRAWN),
 }
-_ON_CPUS = {"sample --count 200 --policy kernels": 1.0}
+_ON_CPUS: Mapping[str, tuple[float, Sequence[str]]] = {"sample": (1.0, _DRAWN)}
 _FOLDS = 5
 # Boosting's trees, their depth, and the share of its fit that each adds: for many times, for few,
 # and for errors.
@@ -111,11 +114,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.measure is not None:
         arguments.measure.mkdir(parents=True, exist_ok=True)
         commands = _ON_CPUS if arguments.device.startswith("CPU") else _ON_GPUS
-        for command, share in commands.items():
-            record = arguments.measure / f"{command.partition(' --')[0].replace(' ', '-')}.jsonl"
+        for name, (share, command) in commands.items():
+            record = arguments.measure / f"{name}.jsonl"
             limits = ["--seed", arguments.seed, "--minutes", share * arguments.minutes]
             # A process takes most of a GPU's memory.
-            words = [sys.executable, "-m", "benchmarks", *command.split(), *limits]
+            words = [sys.executable, "-m", "benchmarks", *command, *limits]
             subprocess.run(list(map(str, [*words, "--json", record])), check=False)
             records += [record] if record.exists() else []
     times = read_times(records)
