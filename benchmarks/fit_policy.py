@@ -454,20 +454,20 @@ class _Rows:
     def models(self, chosen: Sequence[bool]) -> tuple[Forest, Forest]:
         """Fit XLA's times and ours of the chosen calls."""
         timed = [i for i, known in enumerate(chosen) if known and np.isfinite(self.xla[i])]
-        of_xla = self._corrected(
+        of_xla = self.corrected(
             None if self.base is None else self.base.xla,
             [self.numbers[i] for i in timed],
             (self.xla - self.roofline)[timed],
         )
         own = self._estimated(chosen, self.xla)
-        ours = self._corrected(
+        ours = self.corrected(
             None if self.base is None else self.base.ours,
             [x for _, _, x, _ in own],
             np.array([time - base for _, base, _, time in own]),
         )
         return of_xla, ours
 
-    def _corrected(self, base: Forest | None, x: Sequence[Sequence[float]], y: _Array) -> Forest:
+    def corrected(self, base: Forest | None, x: Sequence[Sequence[float]], y: _Array) -> Forest:
         """Fit what a forest leaves, and return both in one."""
         if base is None:
             return _boosted(x, y, self.settings)

@@ -183,7 +183,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
 
 def _compiled(policy: str, most: int, call: DrawnCall) -> CompiledProgram:
     ours = call.function(jtk)
-    choices = _choices(call, most) if most else {}
+    choices = choices_of_candidates(call, most) if most else {}
     contexts = {key: functools.partial(using, choice) for key, choice in choices.items()}
     return compiled(
         Program(
@@ -195,7 +195,7 @@ def _compiled(policy: str, most: int, call: DrawnCall) -> CompiledProgram:
     )  # fmt: skip
 
 
-def _choices(call: DrawnCall, most: int) -> dict[str, TunedChoices]:
+def choices_of_candidates(call: DrawnCall, most: int) -> dict[str, TunedChoices]:
     """Return choices of each of so many candidates of a call that has one product, by their keys.
 
     They are those of the product alone, which tuning chooses among. The product that XLA would

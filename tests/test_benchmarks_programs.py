@@ -1,5 +1,6 @@
 """Programs of the benchmarks run, and write records."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -9,15 +10,17 @@ from compiled_text import compile_source
 from nvrtc_mark import needs_gpu, needs_nvrtc
 
 import jax_tilekern as jtk
-from benchmarks import first_calls, fit_policy, moe, programs, record
+from benchmarks import first_calls, fit_policy, moe, programs, record, sample
 from benchmarks.command_line import main
 from benchmarks.errors import BenchmarkError
 from benchmarks.ladder import LADDERS as NAMES
 from benchmarks.ladder import problems_of
 from benchmarks.sample import DrawnCall
 from benchmarks.samples import LIMITS
+from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.policy.model import Forest
 
 pytestmark = pytest.mark.thorough
 
@@ -149,6 +152,39 @@ def test_calls_of_primitives_are_fitted():
     call = fit_policy.measured_call(fit_policy.CallTimes(row.name, row, times), Cpu(""))
     assert call.workload.operation == "tilekern_segment_reduce"
     assert (call.xla, call.ours) == (2.0, {0: 1.0})
+
+
+def test_candidates_of_products_with_epilogues_are_fitted(tmp_path):
+    row, gpu = DrawnCall("matmul, residual", 72, 1, "gpu"), known_gpu("H200")
+    with gpu_target("H200"):
+        keys = [*sample.choices_of_candidates(row, 3)]
+    assert len(keys) == 3
+    seconds = {"ours": 1e-6, "XLA": 9e-6} | dict.fromkeys(keys, 5e-6)
+    entry = {"name": row.name, "seconds": seconds, "draw": [*dataclasses.astuple(row)]}
+    path = tmp_path / "drawn.jsonl"
+    record.write(path, {"rows": [entry | {"kernels": ["a kernel"]}]})
+    (times,) = fit_policy.read_times([path])
+    assert times.microseconds == {"xla": 9.0} | dict.fromkeys(keys, 5.0)
+    call = fit_policy.measured_call(times, gpu)
+    assert call.workload.operation == "fused product"
+    assert call.workload.estimate > 0
+    assert {call.candidates[i].key for i in call.ours} == {*keys}
+
+
+def test_corrections_are_trees_beside_those_of_another_device():
+    """A correction learns a factor that the device's calls have, whatever the trees before say."""
+    x = np.random.default_rng(0).uniform(size=(40, 3)).astype(np.float32)
+    before = Forest(
+        np.zeros((1, 31), np.uint8),
+        np.full((1, 31), 0.5, np.float32),
+        np.arange(32, dtype=np.float32)[None],
+        1.0,
+    )
+    rows = object.__new__(fit_policy._Rows)
+    rows.settings = fit_policy._CORRECTION
+    both = rows.corrected(before, x.tolist(), before(x) + 0.7)
+    assert both.features.shape[1] == 31
+    np.testing.assert_allclose(both(x), before(x) + 0.7, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 import jax_tilekern as jtk
+from jax_tilekern.plans.gemm import select
 from jax_tilekern.plans.policy import model
-from jax_tilekern.plans.policy.model import DeviceModel, Forest, OperationModel, model_of
+from jax_tilekern.plans.policy.model import (
+    DeviceModel,
+    Forest,
+    OperationModel,
+    model_of,
+    scaled_model,
+)
 from jax_tilekern.plans.policy.workload import call_workload
 
 pytestmark = pytest.mark.defaults
@@ -185,6 +192,34 @@ def test_calls_of_a_primitive_are_as_many_numbers():
     ]
     assert {len(x.features) for x in others} == {len(first.features)}
     assert all(x.features != first.features for x in others)
+
+
+def test_another_devices_data_are_scaled_by_the_memorys_bandwidth():
+    scaled, of = scaled_model("NVIDIA H200"), model_of(H100)
+    assert scaled.models is of.models
+    assert scaled.bytes == pytest.approx(1.37 * of.bytes)
+    assert scaled.device == f"{H100}, with 1.37 times its memory bandwidth"
+    assert model.data_digest("NVIDIA H200")
+    assert scaled_model("NVIDIA A100-SXM4-40GB") is None
+
+
+def test_a_product_with_an_epilogue_is_xlas_where_its_pass_is_predicted_faster(monkeypatch):
+    def call(m):
+        rows = jax.ShapeDtypeStruct((m, 1024), jnp.bfloat16)
+        with jtk.gpu_target("H100"):
+            gelu = partial(jtk.matmul, epilogue=jax.nn.gelu)
+            return jtk.explain(gelu, rows, jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16))
+
+    (choice,) = call(1000)
+    assert choice.kernel
+    assert "predicted faster than XLA" in choice.reason
+    assert choice.predicted_us.ours < choice.predicted_us.xla
+    monkeypatch.setattr(select, "_xla_us", lambda *_: 0.5)
+    choice = call(1001)[0]
+    assert choice.kernel is None
+    assert "XLA is predicted as fast" in choice.reason
+    with jtk.policy("kernels"):
+        assert call(1002)[0].kernel
 
 
 DAMAGES = ["missing", "no JSON", "other format", "no forest"]
