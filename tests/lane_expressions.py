@@ -295,8 +295,9 @@ def complex_numbers(x, y):
     """Functions of complex numbers, zeros and others."""
     return (
         x + y, x - y, x * y, x / y, 2 * x + 1j, -x, jnp.exp(x), jnp.log(y), jnp.sqrt(x),
-        jnp.sin(x), jnp.cos(x), jnp.sinh(x), jnp.cosh(x), x**y, x**3, y**-2,
-        y ** x.imag.astype(int), jnp.square(x), jnp.sign(x), jnp.abs(x), jnp.angle(x),
+        jnp.sin(x), jnp.cos(x), jnp.sinh(x), jnp.cosh(x), y**x, x**3, y**-2,
+        y ** x.imag.astype(int), jnp.zeros_like(x) ** jnp.abs(x).astype(x.dtype),
+        jnp.square(x), jnp.sign(x), jnp.abs(x), jnp.angle(x),
         x.conj(), x.real, x.imag, x == y, x != y, jnp.where(x.real > 0, x, y),
         lax.complex(x.real, y.imag), y.real.astype(x.dtype), x.astype(bool),
     )  # fmt: skip
