@@ -273,7 +273,7 @@ def test_a_device_chooses_by_its_own_lanes():
         gradient = jax.grad(lambda x: jnp.sum(jnp.logaddexp(data @ x, 0)))
         return jax.lax.fori_loop(0, 10, lambda _, x: x - 0.1 * gradient(x), x)
 
-    lanes, split = array(4096, 8, dtype=np.float32), P("x")
+    lanes, split = array(16384, 8, dtype=np.float32), P("x")
     assert kernels(compiled(jtk.kernel(descend), lanes)) == []
     program = compiled(jtk.kernel(descend), lanes, mesh=mesh_of((4,), ("x",)), specs=(split,))
     assert kernels(program) == ["groups_descend_32_"]
