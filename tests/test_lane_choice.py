@@ -62,7 +62,9 @@ CALLS = {
     ),
     "solve": (jnp.linalg.solve, 0, [struct(10_000, 4, 4), struct(10_000, 4)], "kernel"),
     "data": (with_data, (None, 0), [struct(200, 8), KEYS], "group"),
-    "recurrent": (recurrent, (None, 0), [struct(128, 128), struct(4096, 100, 128)], "vmap"),
+    # Threads hold their rows of the weights, if these are not too many.
+    "recurrent": (recurrent, (None, 0), [struct(64, 64), struct(4096, 100, 64)], "group"),
+    "long rows": (recurrent, (None, 0), [struct(256, 256), struct(4096, 100, 256)], "vmap"),
     "formula": (lambda x: jnp.tanh(x) * x + 1, 0, [struct(33_000_000)], "vmap"),
 }
 

@@ -23,6 +23,7 @@ from test_emulated_lanes import (
 
 import jax_tilekern as jtk
 from benchmarks.jax_kernel import _hmc
+from benchmarks.lane_libraries import recurrent
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.ops.kernel.kernel import write_kernel
 from jax_tilekern.ops.kernel.translation import text
@@ -131,6 +132,11 @@ def gradient_of_steps(map_, x):
     return jax.grad(lambda x: jnp.sum(map_(of_steps, **checkpoints)(x)))(x)
 
 
+def of_weights(map_, weights, inputs):
+    network = map_(recurrent, in_axes=(None, 0))
+    return jax.grad(lambda weights: jnp.sum(jnp.square(network(weights, inputs))))(weights)
+
+
 def cases(map_):
     """Functions of batches, and arguments."""
     data = normal(40, 8)
@@ -143,6 +149,17 @@ def cases(map_):
         "long arrays": (map_(long_arrays), (x,)),
         "draws": (map_(draws), (keys,)),
         "HMC": (sampler, (data, np.sign(data[:, 0]), keys)),
+        **{
+            f"network of {units}": (
+                map_(recurrent, in_axes=(None, 0)),
+                ((normal(units, 12), 0.2 * normal(units, units)), normal(LANES, 5, 12)),
+            )
+            for units in (33, 40)  # Rows of 40 numbers are loaded 16 bytes at a time.
+        },
+        "gradient of weights": (
+            functools.partial(of_weights, map_),
+            ((normal(40, 12), 0.2 * normal(40, 40)), normal(LANES, 5, 12)),
+        ),
         "gradient": (functools.partial(gradient_of_steps, map_), (normal(LANES, 50),)),
     }
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_tilekern.epilogue.primitives import is_copy, is_elementwise, translation
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.kernel.translation.flattened import MAX_TERMS, flattened, with_deferred
+from jax_tilekern.ops.kernel.translation.flattened import (
+    MAX_TERMS,
+    MOST_HELD,
+    flattened,
+    rows_of_products,
+    with_deferred,
+)
 from jax_tilekern.ops.kernel.translation.meanings import meaning_of
 from jax_tilekern.ops.kernel.work import (
     ITERATIONS,
@@ -25,6 +31,8 @@ LONGEST_ALIKE = 16
 # Accesses of a warp to rows that lie far from each other, in accesses to neighbours. Each takes as
 # many cycles as there are rows, less what a cache line brings for the next accesses.
 _FAR = 8
+# Accesses for a term of a product by a vector that all threads read, four elements at a time.
+_OF_VECTOR = 0.25
 # What one thread does for its group.
 _BY_ONE_THREAD = "scatter"
 
@@ -38,13 +46,27 @@ def has_arrays_beyond(size: int, closed: Any) -> bool:
     )
 
 
-def group_work(closed: Any, threads: int) -> LaneWork:
-    """Return the work of one of the threads that evaluate a jaxpr of a lane."""
+def group_work(closed: Any, threads: int, constants: int = 0) -> LaneWork:
+    """Return the work of one of the threads that evaluate a jaxpr of a lane.
+
+    The first operands of the body of a loop may be ``constants``.
+    """
     program = with_deferred(flattened(closed), LONGEST_ALIKE)
-    return sum((_equation(x, threads, program.deferred) for x in program.eqns), LaneWork())
+    held, size = set(), 0
+    for number, along in rows_of_products(program, constants):
+        x = program.invars[number]
+        size += -(-x.aval.shape[1 - along] // threads) * x.aval.shape[along]
+        held.add(x)
+    known = _Known(program.deferred, frozenset(held) if size <= MOST_HELD else frozenset())
+    return sum((_equation(x, threads, known) for x in program.eqns), LaneWork())
 
 
-def _equation(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
+class _Known(NamedTuple):
+    deferred: Set[Any]  # values that are computed where they are read
+    held: Set[Any]  # matrices of which threads have rows in registers
+
+
+def _equation(eqn: Any, threads: int, known: _Known) -> LaneWork:
     name, params = eqn.primitive.name, eqn.params
 
     def inner(jaxpr: Any) -> LaneWork:
@@ -56,7 +78,11 @@ def _equation(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
     if name == "scan":
         stacked = len(eqn.outvars) - compat.scan_parts(eqn)[1]
         steps: int = params["length"]
-        return steps * (inner(params["jaxpr"]) + LaneWork(accesses=stacked, barriers=2 * stacked))
+        body = compat.closed_jaxpr(params["jaxpr"])
+        return steps * (
+            group_work(body, threads, compat.scan_parts(eqn)[0])
+            + LaneWork(accesses=stacked, barriers=2 * stacked)
+        )
     if name == "while":
         return NOMINAL_STEPS * (inner(params["cond_jaxpr"]) + inner(params["body_jaxpr"]))
     if name == "cond":
@@ -65,18 +91,18 @@ def _equation(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
         return max(branches, key=lambda work: work.instructions + work.accesses)
     if is_copy(name) or name in VIEWS:
         return LaneWork()
-    return _elementwise_work(eqn, threads, deferred)
+    return _elementwise_work(eqn, threads, known)
 
 
-def _elementwise_work(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
+def _elementwise_work(eqn: Any, threads: int, known: _Known) -> LaneWork:
     name, out = eqn.primitive.name, eqn.outvars[0]
     results = sum(map(_size, eqn.outvars))
     operands = [_size(x) for x in eqn.invars]
-    in_memory = sum(
-        n > LONGEST_ALIKE and (compat.is_literal(x) or x not in deferred)
+    in_memory: float = sum(
+        n > LONGEST_ALIKE and (compat.is_literal(x) or x not in known.deferred)
         for x, n in zip(eqn.invars, operands, strict=True)
     )
-    is_stored = results > LONGEST_ALIKE and out not in deferred
+    is_stored = results > LONGEST_ALIKE and out not in known.deferred
 
     def share(elements: int) -> int:
         return elements if elements <= LONGEST_ALIKE else -(-elements // threads)
@@ -89,6 +115,8 @@ def _elementwise_work(eqn: Any, threads: int, deferred: Set[Any]) -> LaneWork:
         steps *= terms
         if results <= LONGEST_ALIKE < terms:
             steps, reductions = results * share(terms), 1
+        elif any(not compat.is_literal(x) and x in known.held for x in eqn.invars):
+            in_memory = _OF_VECTOR
         elif results > LONGEST_ALIKE and terms > MAX_TERMS and _is_along_rows(eqn):
             in_memory *= _FAR
     elif name == "tridiagonal_solve":

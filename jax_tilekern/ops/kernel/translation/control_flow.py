@@ -12,6 +12,7 @@ from jax_tilekern.epilogue.cuda_text import computed_type
 from jax_tilekern.epilogue.understood import Untranslatable, all_of
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.kernel.translation.arrays import Places, at_index, result_type
+from jax_tilekern.ops.kernel.translation.flattened import flattened, operands_of_products
 from jax_tilekern.ops.kernel.translation.reductions import accumulated
 from jax_tilekern.ops.kernel.translation.values import Buffer, Index, Value, everywhere, in_memory
 from jax_tilekern.ops.kernel.translation.writer import LaneWriter, rule
@@ -65,7 +66,7 @@ def _carried(
             continue
         variable = _Variable(value.dtype, value.shape)
         others = [*values[:i], *values[i + 1 :], *read]
-        variable.buffer = writer.to_update(value, place, others)
+        variable.buffer = writer.to_update(value, writer.place_in_loop(place), others)
         variables.append(variable)
     return variables
 
@@ -127,6 +128,8 @@ def _scan(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -
         operands[consts : consts + carries],
         operands[consts + carries :],
     )
+    known, xs = [*writer.held(body, known)], [writer.nearby(x) for x in xs]
+    multiplied = operands_of_products(flattened(body))[consts + carries :]
     variables = _carried(writer, initial, [*known, *xs], places[:carries])
     stacked: list[Buffer] = []
     for i in range(carries, len(eqn.outvars)):
@@ -143,6 +146,7 @@ def _scan(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -
         loop = writer.steps(length, sum(x.size // length for x in read), down=down)
     with loop as t, _body(writer, variables):
         rows = [writer.evaluated(at_index(x, 0, t)) for x in xs]
+        rows = [writer.nearby(x) if m else x for x, m in zip(rows, multiplied, strict=True)]
         results = writer.jaxpr(body, [*known, *(x.value for x in variables), *rows])
         for buffer, value in zip(stacked, results[carries:], strict=True):
             with writer.elements(value.shape, buffer) as indices:

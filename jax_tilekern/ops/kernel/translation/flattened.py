@@ -19,6 +19,8 @@ from jax_tilekern.interop import compat
 
 # Terms of a sum or a product that is computed where it is read.
 MAX_TERMS = 16
+# Elements of matrices that a thread of a group has in registers over a loop.
+MOST_HELD = 160
 # They read each element of their operand at most once. ``split`` has several results.
 _VIEWS = frozenset(
     {"broadcast_in_dim", "reshape", "rev", "slice", "squeeze", "transpose"}
@@ -106,6 +108,31 @@ def with_deferred(program: Flattened, short: int) -> Flattened:
                 once = _reads_once(eqn, x, short)
                 readers.setdefault(x, set()).update(passes if once else {number, ~number})
     return dataclasses.replace(program, deferred=frozenset(deferred))
+
+
+def operands_of_products(program: Flattened) -> list[bool]:
+    """Return which operands products read."""
+    products = (eqn for eqn in program.eqns if eqn.primitive.name == "dot_general")
+    read = {x for eqn in products for x in eqn.invars if not compat.is_literal(x)}
+    return [x in read for x in program.invars]
+
+
+def rows_of_products(program: Flattened, count: int) -> list[tuple[int, int]]:
+    """Find products of a matrix, one of the first ``count`` operands, and a vector.
+
+    Returns the operand's number and the dimension that the product sums over, once each.
+    """
+    numbers = {x: i for i, x in enumerate(program.invars[:count])}
+    found: dict[tuple[int, int], None] = {}
+    for eqn in program.eqns:
+        if eqn.primitive.name == "dot_general":
+            contracted, _ = eqn.params["dimension_numbers"]
+            for i, (x, dims) in enumerate(zip(eqn.invars, contracted, strict=True)):
+                other = eqn.invars[1 - i]
+                is_product = len(x.aval.shape) == 2 and len(other.aval.shape) == len(dims) == 1
+                if is_product and not compat.is_literal(x) and x in numbers:
+                    found[numbers[x], dims[0]] = None
+    return list(found)
 
 
 def _size(x: Any) -> int:

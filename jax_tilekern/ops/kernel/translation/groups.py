@@ -17,7 +17,13 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import computed_type
-from jax_tilekern.ops.kernel.translation.flattened import Flattened, flattened, with_deferred
+from jax_tilekern.ops.kernel.translation.flattened import (
+    MOST_HELD,
+    Flattened,
+    flattened,
+    rows_of_products,
+    with_deferred,
+)
 from jax_tilekern.ops.kernel.translation.values import (
     Buffer,
     Index,
@@ -33,7 +39,8 @@ from jax_tilekern.ops.kernel.translation.writer import MAX_INLINED, LaneWriter, 
 # which reductions take up to 4.
 _SHARED_BYTES = 44 << 10
 _ALIGNMENT = 16
-# Bytes of a load of several elements, and how many elements a row of them may have.
+# Bytes of a load of several elements, and how many elements a row of them may have in a thread that
+# reads it once.
 VECTOR, _MAX_ROW = 16, 16
 _BARRIER = "lax::group_barrier<kThreads>();"
 # Loops of shorter bodies, with as few long functions, are unrolled a few times, so that several
@@ -41,13 +48,15 @@ _BARRIER = "lax::group_barrier<kThreads>();"
 _SHORT_BODY, _FEW_FUNCTIONS, _STEPS_AT_A_TIME = 64, 2, 4
 # A loop of up to so many steps of a warp is unrolled as a whole.
 _MAX_STEPS = 8
+# Bytes of an operand, which a loop reads a row at a time, that are copied to shared memory.
+_NEARBY_BYTES = 16 << 10
 
 
 def has_rows(buffer: Buffer, lane_strides: Sequence[int]) -> bool:
-    """Whether an operand's rows, in its last dimension, are loaded 16 bytes at a time."""
+    """Whether an operand's rows, in its last dimension, can be loaded 16 bytes at a time."""
     if len(buffer.shape) < 2 or buffer.wide or buffer.dtype.kind not in "fiu":
         return False
-    if np.dtype(buffer.dtype).itemsize < 4 or not 1 < buffer.shape[-1] <= _MAX_ROW:
+    if np.dtype(buffer.dtype).itemsize < 4 or buffer.shape[-1] < 2:
         return False
     strides = (buffer.shape[-1], *buffer.strides[:-1], *lane_strides)
     return buffer.strides[-1] == 1 and all(x * buffer.dtype.itemsize % VECTOR == 0 for x in strides)
@@ -65,7 +74,15 @@ class GroupWriter(LaneWriter):
         # would be one after another, so these loops have them inlined first.
         self._of_loops: set[int] = set()
         self._long_functions_of_loops = 0
+        # Operands that have rows, and those of which rows are loaded.
         self._with_rows: set[Buffer] = set()
+        self.loaded_by_rows: set[Buffer] = set()
+        # For the row of a thread in an unrolled loop, the number of that step.
+        self._steps: dict[Index, str] = {}
+        # For each matrix of which threads hold rows, by the dimension that a row lies along: the
+        # array of a thread. The terms of a product of such a row, while it is written.
+        self._held: dict[Value, Mapping[int, str]] = {}
+        self._terms = 0
 
     def _program(self, closed: Any) -> Flattened:
         return with_deferred(flattened(closed), self._unrolled)
@@ -90,6 +107,8 @@ class GroupWriter(LaneWriter):
     def row_value(self, buffer: Buffer) -> Value:
         """Return the value of an operand for which :func:`has_rows` holds."""
         self._with_rows.add(buffer)
+        if buffer.shape[-1] > _MAX_ROW:
+            return in_memory(buffer)
 
         def load(indices: Sequence[Index]) -> str:
             *row, last = indices
@@ -98,15 +117,96 @@ class GroupWriter(LaneWriter):
 
         return dataclasses.replace(in_memory(buffer), at=load)
 
+    def held(self, body: Any, known: Sequence[Value]) -> Sequence[Value]:
+        """Let each thread hold its rows of matrices that a loop multiplies by vectors."""
+        arrays: dict[int, dict[int, str]] = {}
+        sizes = []
+        for number, along in rows_of_products(flattened(body), len(known)):
+            x = known[number]
+            rows, terms = x.shape[1 - along], x.shape[along]
+            if self.is_unrolled(rows) or rows > _MAX_STEPS * 32 or x.dtype.itemsize > 4:
+                continue
+            arrays.setdefault(number, {})[along] = self.name("h")
+            sizes.append(f"({rows} + kThreads - 1) / kThreads * {terms}")
+        if not arrays or self._apart:
+            return known
+        fits = self.name("b")
+        self.line(f"constexpr bool {fits} = {' + '.join(sizes)} <= {MOST_HELD};")
+        values = list(known)
+        for number, names in arrays.items():
+            for along, name in names.items():
+                self._hold(known[number], along, name, fits)
+            values[number] = self._held_value(known[number], names, fits)
+        return values
+
+    def _hold(self, x: Value, along: int, name: str, fits: str) -> None:
+        """Load the rows of a thread, which lie along a dimension."""
+        rows, terms, i = x.shape[1 - along], x.shape[along], self.name("i")
+        count = f"({rows} + kThreads - 1) / kThreads"
+        self.line(f"{x.cxx} {name}[{fits} ? {count} : 1][{fits} ? {terms} : 1];")
+        with self.block(f"if constexpr ({fits})"):
+            self.line("#pragma unroll")
+            with self.block(f"for (int {i} = 0; {i} < {count}; ++{i})"):
+                row = f"({i} * kThreads + rank)"
+                with self.block(f"if ({row} < {rows})"):
+                    if along == 1 and x.whole in self._with_rows:
+                        self.loaded_by_rows.add(x.whole)
+                        self.line(f"lax::load_row({name}[{i}], &{x.whole.load((row, 0))});")
+                        return
+                    with self.loop(terms, unroll=True) as k:
+                        element = x.at((k, row) if along == 0 else (row, k))
+                        self.line(f"{name}[{i}][{k}] = {element};")
+
+    def _held_value(self, x: Value, names: Mapping[int, str], fits: str) -> Value:
+        def load(indices: Sequence[Index]) -> str:
+            for along, name in names.items():
+                step, k = self._steps.get(indices[1 - along]), indices[along]
+                if step is not None and self._terms == x.shape[along]:
+                    held = f"{name}[{fits} ? {step} : 0][{fits} ? {k} : 0]"
+                    return f"({fits} ? {held} : {x.at(indices)})"
+            return x.at(indices)
+
+        value = dataclasses.replace(x, at=load)
+        self._held[value] = names
+        return value
+
+    def nearby(self, x: Value) -> Value:
+        bytes_ = x.size * 4
+        is_far = any(buffer.stored for buffer in x.buffers) and not self.is_unrolled(x.size)
+        if not is_far or bytes_ > _NEARBY_BYTES or not self._has_room(bytes_):
+            return x
+        return self.copied(x) if x.whole is None or x.whole.step == 1 else x
+
+    def place_in_loop(self, place: Buffer | None) -> Buffer | None:
+        if place is None or not self._has_room(math.prod(place.shape) * place.dtype.itemsize):
+            return place
+        return None
+
+    def _has_room(self, bytes_: int) -> bool:
+        return self.shared_bytes + bytes_ + _ALIGNMENT <= _SHARED_BYTES
+
+    @contextlib.contextmanager
+    def loop(self, size: int, *, unroll: bool, down: bool = False) -> Iterator[Index]:
+        # The terms of rows that are held have known places.
+        is_held = self._apart and size == self._terms
+        with super().loop(size, unroll=unroll or is_held, down=down) as i:
+            yield i
+
     def prepare(self, x: Value, known: Mapping[int, Index]) -> None:
         indices = [known.get(d) for d in range(len(x.shape))]
         row = [i for i in indices if i is not None]
         if len(row) == len(x.shape):
             x.at(row)
             return
+        for along in self._held.get(x, ()):
+            if known.get(1 - along) in self._steps:
+                self._terms = x.shape[along]
+                return
         buffer, place = x.whole, (x.whole, *row)
         is_row = self._apart and buffer in self._with_rows and indices[:-1] == row
-        if buffer is not None and is_row and self._known(place) is None:
+        is_short = x.shape[-1:] <= (_MAX_ROW,)
+        if buffer is not None and is_row and is_short and self._known(place) is None:
+            self.loaded_by_rows.add(buffer)
             name = self._computed[-1][place] = self.name("r")
             self.line(f"{x.cxx} {name}[{x.shape[-1]}];")
             self.line(f"lax::load_row({name}, &{buffer.load([*row, 0])});")
@@ -215,13 +315,17 @@ class GroupWriter(LaneWriter):
         with self.block(head), self._each_by_itself():
             if few:
                 self.line(f"const int {i} = {first} + rank;")
+                self._steps[i] = f"{first} / kThreads"
             with self.block(f"if ({i} < {size})" if few else ""):
                 yield indices_of(i, shape)
+        reads_held, self._terms = self._terms > 0, 0
         inner = self.statements[start + 1 :]
         self._of_loops.update(range(start, len(self.statements)))
         has_loops = any(line.startswith("#pragma unroll ") for line in inner)
         long_functions = self._long_functions_of_loops - long_functions
-        if len(inner) <= _SHORT_BODY and long_functions <= _FEW_FUNCTIONS and not has_loops:
+        if reads_held:
+            self.statements[start] = "#pragma unroll"
+        elif len(inner) <= _SHORT_BODY and long_functions <= _FEW_FUNCTIONS and not has_loops:
             self.statements[start] = (
                 "#pragma unroll" if few else f"#pragma unroll {_STEPS_AT_A_TIME}"
             )

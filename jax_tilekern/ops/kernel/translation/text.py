@@ -173,7 +173,6 @@ def _written(
     for i, layout in enumerate(operands):
         for buffer in layout.buffers(f"px{i}"):
             if isinstance(writer, GroupWriter) and has_rows(buffer, layout.lane_strides()):
-                alignments[i] = VECTOR
                 inputs.append(writer.row_value(buffer))
             elif buffer.name in rows:
                 # The lane's own copy, which updates may change.
@@ -184,6 +183,9 @@ def _written(
     whole = [x.parts == 1 for x in results for _ in range(x.parts)]
     places = [buffer for i, x in enumerate(results) for buffer in x.buffers(f"py{i}")]
     found = writer.jaxpr(closed, inputs, places)
+    if isinstance(writer, GroupWriter):
+        for buffer in writer.loaded_by_rows:
+            alignments[int(buffer.name.removeprefix("px"))] = VECTOR
     stores = []
     for is_whole, place, value in zip(whole, places, found, strict=True):
         computed_type(value.dtype)

@@ -252,6 +252,19 @@ class LaneWriter:
         del size
         return False
 
+    def held(self, body: Any, known: Sequence[Value]) -> Sequence[Value]:
+        """Return what a loop only reads, its first operands, as values that are fast to read."""
+        del body
+        return known
+
+    def nearby(self, x: Value) -> Value:
+        """Return an operand, or a part of one, that is read often, copied to faster memory."""
+        return x
+
+    def place_in_loop(self, place: Buffer | None) -> Buffer | None:
+        """Return where a value may be that a loop reads and writes, of the place of its result."""
+        return place
+
     def prepare(self, x: Value, known: Mapping[int, Index]) -> None:
         """Write what elements of a value have in common, given indices of some dimensions."""
 
