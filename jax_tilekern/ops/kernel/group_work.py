@@ -12,7 +12,7 @@ from jax_tilekern.ops.kernel.translation.flattened import (
     MAX_TERMS,
     MOST_HELD,
     flattened,
-    rows_of_products,
+    held_in_loop,
     with_deferred,
 )
 from jax_tilekern.ops.kernel.translation.meanings import meaning_of
@@ -46,24 +46,25 @@ def has_arrays_beyond(size: int, closed: Any) -> bool:
     )
 
 
-def group_work(closed: Any, threads: int, constants: int = 0) -> LaneWork:
+def group_work(closed: Any, threads: int, parts: tuple[int, int] = (0, 0)) -> LaneWork:
     """Return the work of one of the threads that evaluate a jaxpr of a lane.
 
-    The first operands of the body of a loop may be ``constants``.
+    ``parts`` has the numbers of constants and of carried operands of the body of a loop.
     """
     program = with_deferred(flattened(closed), LONGEST_ALIKE)
-    held, size = set(), 0
-    for number, along in rows_of_products(program, constants):
-        x = program.invars[number]
-        size += -(-x.aval.shape[1 - along] // threads) * x.aval.shape[along]
-        held.add(x)
-    known = _Known(program.deferred, frozenset(held) if size <= MOST_HELD else frozenset())
+    held: set[Any] = set()
+    size = 0
+    for arrays in held_in_loop(program, *parts, LONGEST_ALIKE):
+        size += sum(-(-x.parts // threads) * x.size for x in arrays)
+        if size <= MOST_HELD:
+            held.update(program.invars[x.number] for x in arrays)
+    known = _Known(program.deferred, held)
     return sum((_equation(x, threads, known) for x in program.eqns), LaneWork())
 
 
 class _Known(NamedTuple):
     deferred: Set[Any]  # values that are computed where they are read
-    held: Set[Any]  # matrices of which threads have rows in registers
+    held: Set[Any]  # matrices of which threads have parts in registers
 
 
 def _equation(eqn: Any, threads: int, known: _Known) -> LaneWork:
@@ -80,7 +81,7 @@ def _equation(eqn: Any, threads: int, known: _Known) -> LaneWork:
         steps: int = params["length"]
         body = compat.closed_jaxpr(params["jaxpr"])
         return steps * (
-            group_work(body, threads, compat.scan_parts(eqn)[0])
+            group_work(body, threads, compat.scan_parts(eqn))
             + LaneWork(accesses=stacked, barriers=2 * stacked)
         )
     if name == "while":
@@ -102,10 +103,16 @@ def _elementwise_work(eqn: Any, threads: int, known: _Known) -> LaneWork:
         n > LONGEST_ALIKE and (compat.is_literal(x) or x not in known.deferred)
         for x, n in zip(eqn.invars, operands, strict=True)
     )
-    is_stored = results > LONGEST_ALIKE and out not in known.deferred
 
     def share(elements: int) -> int:
         return elements if elements <= LONGEST_ALIKE else -(-elements // threads)
+
+    is_held = any(not compat.is_literal(x) and x in known.held for x in eqn.invars)
+    if is_held and name != "dot_general":
+        return LaneWork(
+            instructions=-(-results // threads), accesses=_OF_VECTOR * results / threads
+        )
+    is_stored = results > LONGEST_ALIKE and out not in known.deferred
 
     steps, each, reductions = share(results), 1, 0
     if name == "dot_general":
@@ -115,7 +122,7 @@ def _elementwise_work(eqn: Any, threads: int, known: _Known) -> LaneWork:
         steps *= terms
         if results <= LONGEST_ALIKE < terms:
             steps, reductions = results * share(terms), 1
-        elif any(not compat.is_literal(x) and x in known.held for x in eqn.invars):
+        elif is_held:
             in_memory = _OF_VECTOR
         elif results > LONGEST_ALIKE and terms > MAX_TERMS and _is_along_rows(eqn):
             in_memory *= _FAR

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,11 +53,15 @@ def _declared(
 
 
 def _carried(
-    writer: LaneWriter, values: Sequence[Value], read: Sequence[Value], places: Places
+    writer: LaneWriter,
+    values: Sequence[Value],
+    read: Sequence[Value],
+    places: Places,
+    held: Mapping[int, Buffer] | None = None,
 ) -> list[_Variable]:
     """Return variables that begin as values, in the values' own memory where nothing else reads it.
 
-    The loop also reads ``read``.
+    The loop also reads ``read``. Some variables are ``held`` in registers.
     """
     variables = []
     for i, (value, place) in enumerate(zip(values, places, strict=True)):
@@ -66,7 +70,11 @@ def _carried(
             continue
         variable = _Variable(value.dtype, value.shape)
         others = [*values[:i], *values[i + 1 :], *read]
-        variable.buffer = writer.to_update(value, writer.place_in_loop(place), others)
+        if held and i in held:
+            variable.buffer = held[i]
+            writer.filled(value, held[i])
+        else:
+            variable.buffer = writer.to_update(value, writer.place_in_loop(place), others)
         variables.append(variable)
     return variables
 
@@ -110,7 +118,7 @@ def _body(writer: LaneWriter, variables: Sequence[_Variable]) -> Iterator[None]:
 def _finished(writer: LaneWriter, variables: Sequence[_Variable]) -> list[Value]:
     for variable in variables:
         if variable.buffer is not None:
-            writer.owned(variable.buffer)
+            variable.buffer = writer.owned(writer.released(variable.buffer))
     return [x.value for x in variables]
 
 
@@ -128,9 +136,10 @@ def _scan(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -
         operands[consts : consts + carries],
         operands[consts + carries :],
     )
-    known, xs = [*writer.held(body, known)], [writer.nearby(x) for x in xs]
+    xs = [writer.nearby(x) for x in xs]
+    known, held = writer.in_registers(body, known, initial, places)
     multiplied = operands_of_products(flattened(body))[consts + carries :]
-    variables = _carried(writer, initial, [*known, *xs], places[:carries])
+    variables = _carried(writer, initial, [*known, *xs], places[:carries], held)
     stacked: list[Buffer] = []
     for i in range(carries, len(eqn.outvars)):
         dtype, shape = result_type(eqn, i)

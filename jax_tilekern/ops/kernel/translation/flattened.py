@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_elementwise
 from jax_tilekern.epilogue.understood import refuse_unknown
@@ -21,6 +21,8 @@ from jax_tilekern.interop import compat
 MAX_TERMS = 16
 # Elements of matrices that a thread of a group has in registers over a loop.
 MOST_HELD = 160
+# Parts of a matrix that threads share out in a loop that is unrolled.
+MAX_PARTS = 256
 # They read each element of their operand at most once. ``split`` has several results.
 _VIEWS = frozenset(
     {"broadcast_in_dim", "reshape", "rev", "slice", "squeeze", "transpose"}
@@ -42,7 +44,7 @@ class Flattened:
 
     eqns: Sequence[Any]
     invars: Sequence[Any]
-    outvars: Sequence[Any]
+    outvars: list[Any]
     constants: Mapping[Any, Any]
     deferred: frozenset[Any] = frozenset()  # values that are computed where they are read
 
@@ -117,22 +119,64 @@ def operands_of_products(program: Flattened) -> list[bool]:
     return [x in read for x in program.invars]
 
 
-def rows_of_products(program: Flattened, count: int) -> list[tuple[int, int]]:
-    """Find products of a matrix, one of the first ``count`` operands, and a vector.
+class Held(NamedTuple):
+    """A matrix, of which each thread of a group has rows or columns in registers over a loop."""
 
-    Returns the operand's number and the dimension that the product sums over, once each.
+    number: int  # of the operand of the loop's body
+    along: int  # the dimension that lies in a thread's registers
+    parts: int  # rows or columns, which threads share out
+    size: int  # of one of them
+
+
+def held_in_loop(
+    program: Flattened, constants: int, carried: int, short: int
+) -> tuple[list[Held], list[Held], list[Held]]:
+    """Find what threads should hold in registers in a loop, of whose body this is the program.
+
+    The first operands are constants, and the next ones what the loop carries. Returns matrices
+    whose rows are multiplied by vectors; sums; and matrices whose columns are. Threads read columns
+    side by side, so they are held last.
     """
-    numbers = {x: i for i, x in enumerate(program.invars[:count])}
-    found: dict[tuple[int, int], None] = {}
+
+    def held(x: Any, number: int, along: int) -> list[Held]:
+        parts, size = x.aval.shape[1 - along], x.aval.shape[along]
+        is_held = short < parts <= MAX_PARTS and x.aval.dtype.itemsize == 4
+        return [Held(number, along, parts, size)] if is_held else []
+
+    numbers = {x: i for i, x in enumerate(program.invars)}
+    matrices: tuple[list[Held], list[Held]] = [], []
+    readers: dict[Any, list[Any]] = {}
     for eqn in program.eqns:
+        for x in eqn.invars:
+            if not compat.is_literal(x):
+                readers.setdefault(x, []).append(eqn)
         if eqn.primitive.name == "dot_general":
             contracted, _ = eqn.params["dimension_numbers"]
             for i, (x, dims) in enumerate(zip(eqn.invars, contracted, strict=True)):
                 other = eqn.invars[1 - i]
                 is_product = len(x.aval.shape) == 2 and len(other.aval.shape) == len(dims) == 1
-                if is_product and not compat.is_literal(x) and x in numbers:
-                    found[numbers[x], dims[0]] = None
-    return list(found)
+                if (
+                    is_product
+                    and not compat.is_literal(x)
+                    and numbers.get(x, constants) < constants
+                ):
+                    matrices[1 - dims[0]].extend(held(x, numbers[x], dims[0]))
+    sums = []
+    for number in range(constants, constants + carried):
+        x, out = program.invars[number], program.outvars[number - constants]
+        is_sum = (
+            len(x.aval.shape) == 2
+            and [eqn.primitive.name for eqn in readers.get(x, ())] == ["add_any"]
+            and readers[x][0].outvars[0] is out
+            and out not in readers
+            and x not in program.outvars
+            and program.outvars.count(out) == 1
+        )
+        if is_sum:
+            # Neighbouring threads have neighbouring columns, if there are many.
+            sums += held(x, number, 0 if x.aval.shape[1] >= 32 else 1)
+    rows, columns = (list(dict.fromkeys(x)) for x in matrices)
+    return rows, sums, columns
 
 
 def _size(x: Any) -> int:

@@ -18,10 +18,12 @@ import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import computed_type
 from jax_tilekern.ops.kernel.translation.flattened import (
+    MAX_PARTS,
     MOST_HELD,
     Flattened,
+    Held,
     flattened,
-    rows_of_products,
+    held_in_loop,
     with_deferred,
 )
 from jax_tilekern.ops.kernel.translation.values import (
@@ -46,8 +48,6 @@ _BARRIER = "lax::group_barrier<kThreads>();"
 # Loops of shorter bodies, with as few long functions, are unrolled a few times, so that several
 # elements are loaded at once.
 _SHORT_BODY, _FEW_FUNCTIONS, _STEPS_AT_A_TIME = 64, 2, 4
-# A loop of up to so many steps of a warp is unrolled as a whole.
-_MAX_STEPS = 8
 # Bytes of an operand, which a loop reads a row at a time, that are copied to shared memory.
 _NEARBY_BYTES = 16 << 10
 
@@ -60,6 +60,32 @@ def has_rows(buffer: Buffer, lane_strides: Sequence[int]) -> bool:
         return False
     strides = (buffer.shape[-1], *buffer.strides[:-1], *lane_strides)
     return buffer.strides[-1] == 1 and all(x * buffer.dtype.itemsize % VECTOR == 0 for x in strides)
+
+
+def in_registers(name: str, fits: str, step: str, k: Index, otherwise: str) -> str:
+    """Return an element of a thread's part of a matrix, if the parts fit in its registers."""
+    return f"({fits} ? {name}[{fits} ? {step} : 0][{fits} ? {k} : 0] : {otherwise})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class HeldBuffer(Buffer):
+    """A matrix of which each thread has its own rows or columns in registers.
+
+    If these do not fit, they are in memory. Elements are accessed in loops that threads share out.
+    """
+
+    memory: Buffer
+    along: int
+    fits: str
+    steps: Mapping[Index, str]  # of those loops, by the index of a part
+
+    def _place(self, indices: Sequence[Index]) -> str:
+        step, k = self.steps[indices[1 - self.along]], indices[self.along]
+        return in_registers(self.name, self.fits, step, k, self.memory._place(indices))
+
+    @property
+    def step(self) -> int | None:
+        return None
 
 
 class GroupWriter(LaneWriter):
@@ -79,9 +105,9 @@ class GroupWriter(LaneWriter):
         self.loaded_by_rows: set[Buffer] = set()
         # For the row of a thread in an unrolled loop, the number of that step.
         self._steps: dict[Index, str] = {}
-        # For each matrix of which threads hold rows, by the dimension that a row lies along: the
-        # array of a thread. The terms of a product of such a row, while it is written.
-        self._held: dict[Value, Mapping[int, str]] = {}
+        # How matrices are held in registers. The terms of a product of a part of one, while it is
+        # written.
+        self._held: dict[Value, set[Held]] = {}
         self._terms = 0
 
     def _program(self, closed: Any) -> Flattened:
@@ -117,57 +143,86 @@ class GroupWriter(LaneWriter):
 
         return dataclasses.replace(in_memory(buffer), at=load)
 
-    def held(self, body: Any, known: Sequence[Value]) -> Sequence[Value]:
-        """Let each thread hold its rows of matrices that a loop multiplies by vectors."""
-        arrays: dict[int, dict[int, str]] = {}
-        sizes = []
-        for number, along in rows_of_products(flattened(body), len(known)):
-            x = known[number]
-            rows, terms = x.shape[1 - along], x.shape[along]
-            if self.is_unrolled(rows) or rows > _MAX_STEPS * 32 or x.dtype.itemsize > 4:
+    def in_registers(
+        self,
+        body: Any,
+        constants: Sequence[Value],
+        carried: Sequence[Value],
+        places: Sequence[Buffer | None],
+    ) -> tuple[list[Value], dict[int, Buffer]]:
+        found = list(constants)
+        sums: dict[int, Buffer] = {}
+        if self._apart:
+            return found, sums
+        program, total = flattened(body), "0"
+        for arrays in held_in_loop(program, len(constants), len(carried), self._unrolled):
+            if not arrays:
                 continue
-            arrays.setdefault(number, {})[along] = self.name("h")
-            sizes.append(f"({rows} + kThreads - 1) / kThreads * {terms}")
-        if not arrays or self._apart:
-            return known
-        fits = self.name("b")
-        self.line(f"constexpr bool {fits} = {' + '.join(sizes)} <= {MOST_HELD};")
-        values = list(known)
-        for number, names in arrays.items():
-            for along, name in names.items():
-                self._hold(known[number], along, name, fits)
-            values[number] = self._held_value(known[number], names, fits)
-        return values
+            fits = self.name("b")
+            sizes = (f"({x.parts} + kThreads - 1) / kThreads * {x.size}" for x in arrays)
+            total = " + ".join((total, *sizes))
+            self.line(f"constexpr bool {fits} = {total} <= {MOST_HELD};")
+            for held in arrays:
+                number = held.number - len(constants)
+                if number < 0:
+                    x = found[held.number]
+                    name = self._registers(x.cxx, held, fits)
+                    self._load_held(x, held, name, fits)
+                    found[held.number] = self._held_value(x, held, name, fits)
+                else:
+                    x = carried[number]
+                    name = self._registers(x.cxx, held, fits)
+                    place = self.place_in_loop(places[number])
+                    memory = self.array(x.dtype, x.shape, place)
+                    sums[number] = self.owned(
+                        HeldBuffer(
+                            name, x.dtype, x.shape, memory.strides,
+                            memory=memory, along=held.along, fits=fits, steps=self._steps,
+                        )
+                    )  # fmt: skip
+        return found, sums
 
-    def _hold(self, x: Value, along: int, name: str, fits: str) -> None:
-        """Load the rows of a thread, which lie along a dimension."""
-        rows, terms, i = x.shape[1 - along], x.shape[along], self.name("i")
-        count = f"({rows} + kThreads - 1) / kThreads"
-        self.line(f"{x.cxx} {name}[{fits} ? {count} : 1][{fits} ? {terms} : 1];")
+    def released(self, buffer: Buffer) -> Buffer:
+        if not isinstance(buffer, HeldBuffer):
+            return buffer
+        with self.written(buffer.memory), self.elements(buffer.shape, buffer) as indices:
+            self.line(buffer.memory.store(indices, buffer.load(indices)))
+        return buffer.memory
+
+    def _overwritten(self, dtype: np.dtype[Any], operands: Sequence[Value]) -> Buffer | None:
+        held = (x.whole for x in operands if isinstance(x.whole, HeldBuffer))
+        return next(held, None) or super()._overwritten(dtype, operands)
+
+    def _registers(self, cxx: str, held: Held, fits: str) -> str:
+        name, count = self.name("h"), f"({held.parts} + kThreads - 1) / kThreads"
+        self.line(f"{cxx} {name}[{fits} ? {count} : 1][{fits} ? {held.size} : 1];")
+        return name
+
+    def _load_held(self, x: Value, held: Held, name: str, fits: str) -> None:
+        """Load the parts of a thread."""
+        i, count = self.name("i"), f"({held.parts} + kThreads - 1) / kThreads"
         with self.block(f"if constexpr ({fits})"):
             self.line("#pragma unroll")
             with self.block(f"for (int {i} = 0; {i} < {count}; ++{i})"):
-                row = f"({i} * kThreads + rank)"
-                with self.block(f"if ({row} < {rows})"):
-                    if along == 1 and x.whole in self._with_rows:
+                part = f"({i} * kThreads + rank)"
+                with self.block(f"if ({part} < {held.parts})"):
+                    if held.along == 1 and x.whole in self._with_rows:
                         self.loaded_by_rows.add(x.whole)
-                        self.line(f"lax::load_row({name}[{i}], &{x.whole.load((row, 0))});")
+                        self.line(f"lax::load_row({name}[{i}], &{x.whole.load((part, 0))});")
                         return
-                    with self.loop(terms, unroll=True) as k:
-                        element = x.at((k, row) if along == 0 else (row, k))
+                    with self.loop(held.size, unroll=True) as k:
+                        element = x.at((k, part) if held.along == 0 else (part, k))
                         self.line(f"{name}[{i}][{k}] = {element};")
 
-    def _held_value(self, x: Value, names: Mapping[int, str], fits: str) -> Value:
+    def _held_value(self, x: Value, held: Held, name: str, fits: str) -> Value:
         def load(indices: Sequence[Index]) -> str:
-            for along, name in names.items():
-                step, k = self._steps.get(indices[1 - along]), indices[along]
-                if step is not None and self._terms == x.shape[along]:
-                    held = f"{name}[{fits} ? {step} : 0][{fits} ? {k} : 0]"
-                    return f"({fits} ? {held} : {x.at(indices)})"
-            return x.at(indices)
+            step = self._steps.get(indices[1 - held.along])
+            if step is None or self._terms != held.size:
+                return x.at(indices)
+            return in_registers(name, fits, step, indices[held.along], x.at(indices))
 
         value = dataclasses.replace(x, at=load)
-        self._held[value] = names
+        self._held[value] = {*self._held.get(x, ()), held}
         return value
 
     def nearby(self, x: Value) -> Value:
@@ -198,9 +253,9 @@ class GroupWriter(LaneWriter):
         if len(row) == len(x.shape):
             x.at(row)
             return
-        for along in self._held.get(x, ()):
-            if known.get(1 - along) in self._steps:
-                self._terms = x.shape[along]
+        for held in self._held.get(x, ()):
+            if known.get(1 - held.along) in self._steps:
+                self._terms = held.size
                 return
         buffer, place = x.whole, (x.whole, *row)
         is_row = self._apart and buffer in self._with_rows and indices[:-1] == row
@@ -267,7 +322,12 @@ class GroupWriter(LaneWriter):
     def elements(
         self, shape: Sequence[int], into: Buffer | None = None, read: Sequence[Value] = ()
     ) -> Iterator[tuple[Index, ...]]:
-        if into is None or not self._is_shared(into):
+        if isinstance(into, HeldBuffer):
+            with self.spread((shape[1 - into.along],)) as (part,):
+                self._terms = shape[into.along]
+                with self.loop(self._terms, unroll=True) as k:
+                    yield (k, part) if into.along == 0 else (part, k)
+        elif into is None or not self._is_shared(into):
             with super().elements(shape) as indices:
                 yield indices
         elif self.is_unrolled(math.prod(shape)):
@@ -306,7 +366,7 @@ class GroupWriter(LaneWriter):
     def spread(self, shape: Sequence[int]) -> Iterator[tuple[Index, ...]]:
         size, i, start = math.prod(shape), self.name("i"), len(self.statements)
         # The number of steps of all threads is known to the compiler, which unrolls a few of them.
-        few = size <= _MAX_STEPS * 32
+        few = size <= MAX_PARTS
         first, head = self.name("i"), f"for (int {i} = rank; {i} < {size}; {i} += kThreads)"
         if few:
             head = f"for (int {first} = 0; {first} < {size}; {first} += kThreads)"

@@ -252,10 +252,23 @@ class LaneWriter:
         del size
         return False
 
-    def held(self, body: Any, known: Sequence[Value]) -> Sequence[Value]:
-        """Return what a loop only reads, its first operands, as values that are fast to read."""
-        del body
-        return known
+    def in_registers(
+        self,
+        body: Any,
+        constants: Sequence[Value],
+        carried: Sequence[Value],
+        places: Sequence[Buffer | None],
+    ) -> tuple[list[Value], dict[int, Buffer]]:
+        """Place arrays of a loop in registers of threads: constants, and some that it carries.
+
+        Returns the constants, and places of carried values by their numbers.
+        """
+        del body, carried, places
+        return list(constants), {}
+
+    def released(self, buffer: Buffer) -> Buffer:
+        """Return the place of a carried value behind the loop."""
+        return buffer
 
     def nearby(self, x: Value) -> Value:
         """Return an operand, or a part of one, that is read often, copied to faster memory."""
@@ -462,7 +475,8 @@ class LaneWriter:
 
         if self.is_deferred(eqn):
             return self.deferred(dtype, shape, element, read, at_position if is_flat else None)
-        buffer = self.array(dtype, shape, place)
+        buffer = None if place else self._overwritten(dtype, read)
+        buffer = buffer or self.array(dtype, shape, place)
         flat = buffer.flattened()
         if flat is not None and is_flat:
             with self.elements((math.prod(shape),), buffer) as (i,):
@@ -471,6 +485,15 @@ class LaneWriter:
             with self.elements(shape, buffer, read) as indices:
                 self.line(buffer.store(indices, element(indices)))
         return in_memory(buffer)
+
+    def _overwritten(self, dtype: np.dtype[Any], operands: Sequence[Value]) -> Buffer | None:
+        """Return the memory of an operand that may have the results of an elementwise equation."""
+        for i, x in enumerate(operands):
+            others = [*operands[:i], *operands[i + 1 :]]
+            is_long = x.dtype == dtype and not self.is_unrolled(x.size)
+            if is_long and self.may_write(x, others):
+                return x.whole
+        return None
 
     def _known(self, place: tuple[Any, ...]) -> str | None:
         return next((names[place] for names in self._computed if place in names), None)
