@@ -132,6 +132,15 @@ def gradient_of_steps(map_, x):
     return jax.grad(lambda x: jnp.sum(map_(of_steps, **checkpoints)(x)))(x)
 
 
+def spectra(x):
+    """Eigenvalues of matrices of odd and even sizes, of a batch, and of one with NaN."""
+    found = []
+    for a in (x[:7, :7], x, x.at[2, 3].set(jnp.nan), jnp.stack([x[:5, :5], jnp.eye(5)])):
+        values, vectors = jnp.linalg.eigh(a)
+        found += [values, vectors @ (values[..., None] * vectors.mT), vectors.mT @ vectors]
+    return found
+
+
 def of_weights(map_, weights, inputs):
     network = map_(recurrent, in_axes=(None, 0))
     return jax.grad(lambda weights: jnp.sum(jnp.square(network(weights, inputs))))(weights)
@@ -148,6 +157,7 @@ def cases(map_):
         "a loop": (map_(ends_by_itself), (normal(LANES, 60), np.int32([3, 0, 7]))),
         "long arrays": (map_(long_arrays), (x,)),
         "draws": (map_(draws), (keys,)),
+        "spectra": (map_(spectra), (0.2 * normal(LANES, 16, 16),)),
         "HMC": (sampler, (data, np.sign(data[:, 0]), keys)),
         **{
             f"network of {units}": (

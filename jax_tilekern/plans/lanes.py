@@ -30,7 +30,7 @@ _CTAS_PER_SM = 2
 
 # Threads that may evaluate a lane together, among which the plan chooses; ``threads=`` may ask for
 # others.
-GROUPS = (32, 128)
+GROUPS = (32, 64, 128)
 
 
 @dataclass(frozen=True)

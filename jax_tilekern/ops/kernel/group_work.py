@@ -33,6 +33,8 @@ LONGEST_ALIKE = 16
 _FAR = 8
 # Accesses for a term of a product by a vector that all threads read, four elements at a time.
 _OF_VECTOR = 0.25
+# Jacobi's sweeps of matrices of float32.
+_SWEEPS = 7
 # What one thread does for its group.
 _BY_ONE_THREAD = "scatter"
 
@@ -129,6 +131,8 @@ def _elementwise_work(eqn: Any, threads: int, known: _Known) -> LaneWork:
     elif name == "tridiagonal_solve":
         systems = math.prod(eqn.invars[0].aval.shape[:-1])
         steps = TRIDIAGONAL * share(systems) * results // max(systems, 1)
+    elif name == "eigh" and max(operands) > LONGEST_ALIKE:
+        return _eigh_work(eqn.invars[0].aval.shape, threads)
     elif name in MATRICES:
         steps = int(ITERATIONS.get(name, 1) * max(operands) ** 1.5)
     elif name == "sort":
@@ -146,6 +150,19 @@ def _elementwise_work(eqn: Any, threads: int, known: _Known) -> LaneWork:
         accesses=steps * in_memory + is_stored * share(results),
         reductions=reductions,
         barriers=2 * is_stored,
+    )
+
+
+def _eigh_work(shape: tuple[int, ...], threads: int) -> LaneWork:
+    """Return the work of Jacobi's rotations: instructions from the SASS of ``diagonalise``."""
+    *batch, n, _ = shape
+    pairs = (n + 1) // 2
+    rounds = math.prod(batch) * _SWEEPS * (2 * pairs - 1)
+    blocks, elements = -(-pairs * (pairs + 1) // 2 // threads), -(-pairs * n // threads)
+    return rounds * LaneWork(
+        instructions=80 + 60 * blocks + 25 * elements,
+        accesses=6 + 12 * blocks + 6 * elements,
+        barriers=2,
     )
 
 

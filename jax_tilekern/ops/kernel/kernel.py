@@ -86,8 +86,8 @@ def kernel(
         of their own.
     threads
         How many threads evaluate an element: 1, or a power of two from 32 to 1024. ``None`` chooses
-        between 1, 32, 128 and ``vmap`` by predicted times; a group only for arrays of more than 64
-        elements. A number asks for a kernel, also where ``vmap`` is predicted to be faster.
+        between 1, 32, 64, 128 and ``vmap`` by predicted times; a group only for arrays of more than
+        64 elements. A number asks for a kernel, also where ``vmap`` is predicted to be faster.
 
     Returns
     -------

@@ -1,20 +1,27 @@
 """Eigenvalues and singular values of small matrices in a lane, by Jacobi's method.
 
 A sweep rotates every pair of rows or columns once, in rounds of disjoint pairs: each index has one
-partner in a round. All rotations of a round are an operation of whole arrays.
+partner in a round. All rotations of a round are an operation of whole arrays, or of a group of
+threads by ``lane_eigenvalues.cuh``, for symmetric matrices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
 from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
+from jax_tilekern.ops.kernel.translation.arrays import Places
 from jax_tilekern.ops.kernel.translation.linear_algebra import matrix_rule
+from jax_tilekern.ops.kernel.translation.values import Value, in_memory, times
+from jax_tilekern.ops.kernel.translation.writer import LaneWriter, rule
 
 # Sweeps of matrices of float64 and of float32 converge quadratically, after about 8 and 6.
 _MAX_SWEEPS = 20
@@ -66,11 +73,52 @@ def _eigh(x: Any, *, lower: bool, subset_by_index: Any, **_: Any) -> Any:
     _refuse_subset("eigh", subset_by_index, n)
     triangle = jnp.tril(x) if lower else jnp.triu(x)
     a = triangle + (jnp.tril(triangle, -1) + jnp.triu(triangle, 1)).T
-    diagonal = jnp.eye(n, dtype=bool)
     finite = jnp.isfinite(a).all()
     a = jnp.where(finite, a, 0)
+    a, vectors = _diagonalise.bind(a)
+    values = jnp.where(finite, jnp.diagonal(a), jnp.nan)
+    order = jnp.argsort(values)
+    return jnp.where(finite, vectors.T, jnp.nan)[:, order], values[order]
+
+
+_diagonalise = compat.Primitive("lane_diagonalise")
+_diagonalise.multiple_results = True
+_diagonalise.def_abstract_eval(lambda a: [jax.core.ShapedArray(a.shape, a.dtype)] * 2)
+
+
+def _batched_diagonalise(_: Any, operands: Sequence[Any], dims: Sequence[Any]) -> Any:
+    (a,), (dim,) = operands, dims
+    return _diagonalise.bind(jnp.moveaxis(a, dim, 0)), (0, 0)
+
+
+compat.register_batching(_diagonalise, _batched_diagonalise)
+
+
+@rule("lane_diagonalise")
+def _diagonalised(writer: LaneWriter, eqn: Any, operands: list[Value], _: Places) -> list[Value]:
+    """Write the rotations of symmetric matrices: the diagonal ones, and eigenvectors as rows."""
+    (x,) = operands
+    n = x.shape[-1]
+    batch = x.shape[:-2]
+    if not writer.is_spread(n * n):
+        means = _rotated_to_diagonal
+        for _dim in batch:
+            means = jax.vmap(means)
+        return writer.meaning(means, eqn, operands)
+    writer.headers.add("lane_eigenvalues.cuh")
+    a, vectors = writer.to_update(x, None), writer.array(x.dtype, x.shape)
+    rotations, rows = (writer.array(np.dtype(y), (4 * n,)) for y in (x.dtype, np.int32))
+    with writer.written(a), writer.loop(math.prod(batch), unroll=False) as i:
+        places = ", ".join(f"&{y.name}[{times(i, n * n)}]" for y in (a, vectors))
+        writer.line(f"lax::diagonalise<kThreads, {n}>({places}, {rotations.name}, {rows.name});")
+    return [in_memory(a), in_memory(vectors)]
+
+
+def _rotated_to_diagonal(a: Any) -> Any:
+    n = a.shape[0]
+    diagonal = jnp.eye(n, dtype=bool)
     # Eigenvalues have an error of this order.
-    tolerance = np.finfo(x.dtype).eps * jnp.abs(a).max(initial=0)
+    tolerance = np.finfo(a.dtype).eps * jnp.abs(a).max(initial=0)
 
     def is_done(state: Any) -> Any:
         return jnp.where(diagonal, 0, jnp.abs(state[0])).max(initial=0) <= tolerance
@@ -83,12 +131,9 @@ def _eigh(x: Any, *, lower: bool, subset_by_index: Any, **_: Any) -> Any:
         a = c * a - s * a[:, partner]
         # Rounding leaves the element of a pair close to zero, and not symmetric.
         a = (a + a.T) / 2
-        return a, c * v - s * v[:, partner]
+        return a, c[:, None] * v - s[:, None] * v[partner]
 
-    a, v = _swept(rotate, is_done, (a, jnp.eye(n, dtype=x.dtype)), n)
-    values = jnp.where(finite, jnp.diagonal(a), jnp.nan)
-    order = jnp.argsort(values)
-    return jnp.where(finite, v, jnp.nan)[:, order], values[order]
+    return _swept(rotate, is_done, (a, jnp.eye(n, dtype=a.dtype)), n)
 
 
 @matrix_rule("svd", (2,), "full_matrices compute_uv subset_by_index algorithm")

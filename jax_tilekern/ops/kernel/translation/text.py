@@ -202,6 +202,7 @@ def _written(
     template = _GROUP_TEMPLATE if in_groups else _TEMPLATE_WITH_ROWS if in_shared else _TEMPLATE
     text = template.format(
         function=function,
+        headers="".join(f'#include "{x}"\n' for x in sorted(writer.headers)),
         parameters=", ".join(parameters),
         count=lanes.count,
         rows=_indented(x for row in in_shared.values() for x in row.pointers()),
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(kThreads) {function}({parameters}) {{
 """
 _GROUP_TEMPLATE = """\
 #include "lane_groups.cuh"
-
+{headers}
 namespace tilekern {{
 
 template <int kThreads>

@@ -136,6 +136,8 @@ class LaneWriter:
         self.statements = self._scalars.statements
         # Declared before the statements.
         self.prologue: list[str] = []
+        # What the text includes besides the template's own header.
+        self.headers: set[str] = set()
         self.workspace_bytes = 0
         self._local_bytes = 0
         self._unrolled_statements = 0
