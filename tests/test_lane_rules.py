@@ -68,7 +68,8 @@ def test_the_primitives_of_jax_are_found():
     ids=["rules", "elements", "keys", "moves"],
 )
 def test_what_is_declared_exists(declared):
-    assert set(declared) <= set(RULES_OF_PRIMITIVES) | OF_OTHER_VERSIONS
+    ours = {name for name in declared if name.startswith("lane_")}
+    assert set(declared) - ours <= set(RULES_OF_PRIMITIVES) | OF_OTHER_VERSIONS
 
 
 @pytest.mark.parametrize("name", sorted(RULES_OF_PRIMITIVES))
