@@ -39,20 +39,15 @@ def exponential(a: Array, *, upper_triangular: bool, max_squarings: int) -> Arra
     else:
         result = solve(denominator, numerator)
 
-    def squared(x: Array, step: int) -> Array:
-        """Square what is unfinished; a step that has none ends it, since each takes a condition."""
-        if step == max_squarings:
-            return x
+    def square(x: Array, step: Array) -> tuple[Array, None]:
         unfinished = step < squarings
 
-        def square(x: Array) -> Array:
-            next_ = jnp.where(unfinished[..., None, None], product(x, x), x)
-            return squared(next_, step + 1)
+        def squared(x: Array) -> Array:
+            return jnp.where(unfinished[..., None, None], product(x, x), x)
 
-        result: Array = lax.cond(jnp.any(unfinished), square, lambda x: x, x)
-        return result
+        return lax.cond(jnp.any(unfinished), squared, lambda x: x, x), None
 
-    result = squared(result, 0)
+    result, _ = lax.scan(square, result, jnp.arange(max_squarings, dtype=squarings.dtype))
     # JAX gives NaN for the same matrices. Its approximants have arguments up to twice as large.
     is_refused = jnp.maximum(jnp.floor(doublings), 0) > max_squarings
     return jnp.where(is_refused[..., None, None], jnp.nan, result)
