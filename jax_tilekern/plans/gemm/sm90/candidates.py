@@ -49,7 +49,7 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKernel
 
 # Where A and B are swapped, an epilogue reads its matrices across their rows, element by element.
-_ACROSS_ROWS = 1.05
+_ACROSS_ROWS = 1.1
 # Splits of fewer k-tiles spend their time on filling the pipeline. More splits than there are idle
 # SMs for balance the rounds of work tiles, and each costs a pass over the partial results.
 _MIN_SPLIT_K_TILES = 8

@@ -38,7 +38,7 @@ from jax_tilekern.plans.launch import (
     TensorMap,
 )
 
-# All factors and cycles below were measured on an H100.
+# All factors and cycles below were measured on an H100, and those of epilogues on an H200 too.
 
 # A k-tile where neither operand is k-major and the tile is wide.
 _NEITHER_K_MAJOR = 1.03
@@ -63,8 +63,9 @@ _SINGLE_ELEMENTS = 2
 _PING_PONG_CYCLES = 100
 # Ping-pong consumers that reduce rows.
 _PING_PONG_REDUCTIONS = 1.7
-# Cycles for an element of an epilogue's matrix, whose loads a consumer waits for.
-_READ_MATRIX = 0.9
+# Cycles for an element of an epilogue's matrix, whose loads a consumer waits for, or which come
+# through the ring of stages.
+_READ_MATRIX, _STAGED_MATRIX = 0.9, 0.1
 # Instructions of a thread that an SM issues in a cycle: the consumers have two warps for each
 # scheduler, which wait for half of the time.
 _LANES = 64
@@ -140,8 +141,9 @@ def busy_cycles(
     arrays = 0.0
     if epilogue is not None:
         store += elements * epilogue.instructions / _LANES
-        if not tile.cooperative and not instance.ragged:
-            arrays = elements * _cycles_of_arrays(epilogue)
+        # Loads overlap the stores of single elements.
+        if not instance.ragged and not single_elements:
+            arrays = copies * elements * _cycles_of_arrays(epilogue, tile)
     # Ping-pong hides the epilogue behind the other consumer's mainloop, unless single elements are
     # stored.
     if tile.cooperative or rounds == 1 or single_elements:
@@ -154,10 +156,11 @@ def busy_cycles(
     return rounds * work_tile
 
 
-def _cycles_of_arrays(epilogue: Epilogue) -> float:
-    """Return the cycles for an element of a ping-pong consumer's matrices, which are not staged."""
+def _cycles_of_arrays(epilogue: Epilogue, tile: WgmmaTile) -> float:
+    """Return the cycles for an element of the matrices that an epilogue reads and writes."""
     read = sum(array.strides[-2] != 0 != array.strides[-1] for array in epilogue.operands)
-    return read * _READ_MATRIX + len(epilogue.outputs) / _SINGLE_ELEMENTS
+    each = _STAGED_MATRIX if tile.cooperative else _READ_MATRIX
+    return read * each + len(epilogue.outputs) / _SINGLE_ELEMENTS
 
 
 def reread_cycles(tile: WgmmaTile, view: OrientedProduct, gpu: Gpu) -> float:
