@@ -222,6 +222,19 @@ def test_a_product_with_an_epilogue_is_xlas_where_its_pass_is_predicted_faster(m
         assert call(1002)[0].kernel
 
 
+def test_xlas_product_has_the_type_that_an_epilogue_rounds_to(monkeypatch):
+    """XLA computes what the program says, and not a product of float32 accumulators."""
+    monkeypatch.setattr(select, "_xla_us", lambda *_: 0.5)
+    x, b = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.bfloat16)
+    rounded = lowered(jtk.fuse(lambda x, b: jnp.tanh(x @ x + b)), x, b, arch="sm_90")
+    in_float32 = partial(jtk.matmul, epilogue=jnp.tanh)
+    for text, result in ((rounded, "bf16"), (lowered(in_float32, x, x, arch="sm_90"), "f32")):
+        # The product by itself is a kernel's or XLA's.
+        names = "custom_call @jax_tilekern_cuda_launch", "dot_general"
+        (product,) = (x for x in text.splitlines() if any(name in x for name in names))
+        assert product.rstrip().endswith(f"-> tensor<1024x1024x{result}>")
+
+
 DAMAGES = ["missing", "no JSON", "other format", "no forest"]
 
 

@@ -107,6 +107,22 @@ class ScalarFunction:
     def is_identity(self) -> bool:
         return self.accumulator_result == 0 and len(self.out_dtypes) == 1
 
+    def rounded_product(self, lhs: Any, rhs: Any) -> np.dtype[Any] | None:
+        """Return the factors' type, if the accumulator is rounded to it before anything else.
+
+        The function of the product in this type is the same.
+        """
+        jaxpr = self.jaxpr.jaxpr
+        accumulator = jaxpr.invars[0]
+        uses = [eqn for eqn in jaxpr.eqns if any(x is accumulator for x in eqn.invars)]
+        is_rounded = all(
+            eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == lhs
+            for eqn in uses
+        )
+        is_result = any(x is accumulator for x in jaxpr.outvars)
+        is_narrow = lhs == rhs and lhs.itemsize == 2
+        return np.dtype(lhs) if uses and is_rounded and is_narrow and not is_result else None
+
     def with_accumulator(self, dtype: np.dtype[Any]) -> ScalarFunction:
         """Return the function with the accumulator in a type as the last of its elements."""
         position = self.elements

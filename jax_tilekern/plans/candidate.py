@@ -125,8 +125,7 @@ def fused_plan(
         plans.append((slower * candidate.cycles, plan))
     plans = [found for found in plans if found[0] <= limit]
     if not plans:
-        slow = ", or in a slow kernel" if limit < math.inf else ""
-        return NoKernel(
-            f"the epilogue takes more registers than there are beside the accumulators{slow}"
-        )
+        if limit < math.inf:
+            return NoKernel("kernels whose registers hold the epilogue are predicted to be slower")
+        return NoKernel("the epilogue takes more registers than there are beside the accumulators")
     return min(plans, key=lambda found: found[0])[1]

@@ -274,9 +274,12 @@ def _unfused(
             return compute(*operands, **params | {"function": function})
 
         return quantized_after(fused, function, *operands)
-    product = call.multiply(lhs, *right, *bounds, out_sharding=out_sharding)
+    rounded_type = function.rounded_product(lhs.dtype, right[0].dtype)
+    stated = {"out_dtype": rounded_type} if rounded_type is not None else {}
+    product = call.multiply(lhs, *right, *bounds, out_sharding=out_sharding, **stated)
     if function.is_identity:
         return [product]
+    product = product.astype(call.accumulator)
     elementwise = call.elementwise()
     if bounds:
         elementwise = compat.with_automatic_axes(elementwise, out_sharding)

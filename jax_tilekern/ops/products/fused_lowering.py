@@ -149,6 +149,8 @@ def fused_kernel(
         products=1 if second is None else 2,
         ragged="rows" if grouped else None,
     )
+    rounded = function.rounded_product(*(x.aval.dtype for x in factors[:2]))
+    epilogue = dataclasses.replace(epilogue, rounded=rounded)
     if epilogue.quantized and geometry.n != _size_of(contraction.out[-1], factors, contraction):
         return "several dimensions are the columns of the product"
     # Without an epilogue the choice is that of a product, among which is XLA's.

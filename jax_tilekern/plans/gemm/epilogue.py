@@ -18,6 +18,10 @@ from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
 from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, Parameter, Scalars, TensorMap
 
+# Instructions of a thread that an SM issues in a cycle: its schedulers have one or two warps each,
+# which wait for half of the time (H100, H200).
+_LANES = 64
+
 
 @dataclass(frozen=True)
 class EpilogueArray:
@@ -216,6 +220,8 @@ class Epilogue:
     quantized
         Quantised rows, whose buffers follow those of ``reductions``. There are none of the two
         together.
+    rounded
+        The factors' type, if accumulators are rounded to it before anything else.
     """
 
     statements: tuple[str, ...]
@@ -228,6 +234,12 @@ class Epilogue:
     reductions: tuple[RowReductionText, ...] = ()
     products: int = 1
     quantized: QuantizedText | None = None
+    rounded: np.dtype[Any] | None = None
+
+    @property
+    def cycles(self) -> float:
+        """Cycles of an SM for each accumulator."""
+        return self.instructions / _LANES
 
     @property
     def stores(self) -> bool:

@@ -130,8 +130,9 @@ def _plan_fused(
 
 def _xla_us(product: Product, of_plain: Sequence[CostedCandidate], gpu: Gpu) -> float:
     """Return the predicted microseconds of XLA's product and of its pass of the epilogue."""
+    rounded = None if product.epilogue is None else product.epilogue.rounded
     accumulators = dataclasses.replace(
-        product, epilogue=None, out_dtype=accumulator_dtype(product.lhs_dtype)
+        product, epilogue=None, out_dtype=rounded or accumulator_dtype(product.lhs_dtype)
     )
     times = predicted_times(workload_of(accumulators, of_plain), of_plain, gpu)
     assert times is not None

@@ -177,11 +177,12 @@ def plan_fused(
     """
     choice = choose(workload, candidates, gpu)
     times = predicted_times(workload, candidates, gpu)
+    ours, xla = choice.predicted_us
     if choice.candidate is None or times is None:
-        return NoKernel(choice.reason, choice.predicted_us)
+        told = f": a kernel {ours:.3g} us, XLA's product and a pass {xla:.3g} us" if ours else ""
+        return NoKernel(f"{choice.reason}{told}", choice.predicted_us)
     cycles = times.ours * gpu.rates.cycles_per_microsecond
     ranked = sorted(map(with_cycles, candidates, cycles.tolist()), key=lambda x: x.cycles)
-    ours, xla = choice.predicted_us
     is_faster = ours is not None and xla is not None and ours <= xla
     limit = times.xla * gpu.rates.cycles_per_microsecond if is_faster else math.inf
     plan = fused_plan(ranked, gpu, limit)

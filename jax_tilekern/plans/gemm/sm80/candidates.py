@@ -238,6 +238,11 @@ def tiled_candidates(
         tiles_m, _ = tile.grid(typical.geometry)
         running = gpu.available_sms * instance.min_blocks
         busy = busy_cycles(instance, resident, chosen.expected, typical, gpu)
+        if product.epilogue is not None:
+            elements = tile.block_m * tile.block_n
+            busy += (
+                math.ceil(chosen.expected / gpu.available_sms) * elements * product.epilogue.cycles
+            )
         found.append(
             kind(
                 product=product,

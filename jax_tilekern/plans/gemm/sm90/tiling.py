@@ -66,9 +66,6 @@ _PING_PONG_REDUCTIONS = 1.7
 # Cycles for an element of an epilogue's matrix, whose loads a consumer waits for, or which come
 # through the ring of stages.
 _READ_MATRIX, _STAGED_MATRIX = 0.9, 0.1
-# Instructions of a thread that an SM issues in a cycle: the consumers have two warps for each
-# scheduler, which wait for half of the time.
-_LANES = 64
 # The part of an operand that exceeds L2 which narrow tiles read again from DRAM. Products with 3 to
 # 5 such tiles took 1.17 to 1.69 times the estimate without it.
 _NARROW, _READ_AGAIN = 64, 0.3
@@ -140,7 +137,7 @@ def busy_cycles(
         store += copies * elements * view.out_dtype.itemsize / _STORE_BANDWIDTH
     arrays = 0.0
     if epilogue is not None:
-        store += elements * epilogue.instructions / _LANES
+        store += elements * epilogue.cycles
         # Loads overlap the stores of single elements.
         if not instance.ragged and not single_elements:
             arrays = copies * elements * _cycles_of_arrays(epilogue, tile)
