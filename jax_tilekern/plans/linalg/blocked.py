@@ -57,7 +57,9 @@ class LargeMatrices:
             "triangular_solve": n**2 * self.columns,
         }[self.operation]
         columns = n * _COLUMN_SECONDS[self.operation]
-        return self.count * (columns + operations / _LIBRARY_RATE[self.dtype])
+        # Systems of a batch are solved together, and factors computed one after the other.
+        in_turn = self.count if self.operation == "inverse" else 1
+        return in_turn * columns + self.count * operations / _LIBRARY_RATE[self.dtype]
 
     def blocked_seconds(self, block: int) -> float:
         n, panels = self.size, math.ceil(self.size / block)
