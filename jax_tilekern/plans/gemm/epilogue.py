@@ -21,6 +21,9 @@ from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, Parameter, Scala
 # Instructions of a thread that an SM issues in a cycle: its schedulers have one or two warps each,
 # which wait for half of the time (H100, H200).
 _LANES = 64
+# Cycles of an SM for an element of a matrix: its load is waited for, it comes through the ring of
+# stages, or it is stored.
+_READ, _STAGED, _WRITTEN = 0.9, 0.1, 0.5
 
 
 @dataclass(frozen=True)
@@ -238,8 +241,13 @@ class Epilogue:
 
     @property
     def cycles(self) -> float:
-        """Cycles of an SM for each accumulator."""
+        """Cycles of an SM for each accumulator, without accesses of memory."""
         return self.instructions / _LANES
+
+    def cycles_of_arrays(self, *, staged: bool) -> float:
+        """Cycles of an SM for the elements of matrices, whose loads are waited for or staged."""
+        read = sum(array.strides[-2] != 0 != array.strides[-1] for array in self.operands)
+        return read * (_STAGED if staged else _READ) + len(self.outputs) * _WRITTEN
 
     @property
     def stores(self) -> bool:

@@ -125,6 +125,9 @@ def _plan_fused(
         for candidate, us in zip(of_plain, times.ours, strict=True)
     }
     adjusted = [with_cycles(x, x.cycles + differences.get(x.key, 0.0)) for x in found]
+    if product.epilogue is not None and not product.epilogue.stores:
+        # Without the kernel, all elements would be in memory.
+        return fused_plan(sorted(adjusted, key=lambda x: x.cycles), gpu)
     return plan_fused(fused_workload(product, _xla_us(product, of_plain, gpu)), adjusted, gpu)
 
 

@@ -239,10 +239,9 @@ def tiled_candidates(
         running = gpu.available_sms * instance.min_blocks
         busy = busy_cycles(instance, resident, chosen.expected, typical, gpu)
         if product.epilogue is not None:
-            elements = tile.block_m * tile.block_n
-            busy += (
-                math.ceil(chosen.expected / gpu.available_sms) * elements * product.epilogue.cycles
-            )
+            rounds = math.ceil(chosen.expected / gpu.available_sms)
+            each = product.epilogue.cycles + product.epilogue.cycles_of_arrays(staged=False)
+            busy += rounds * tile.block_m * tile.block_n * each
         found.append(
             kind(
                 product=product,

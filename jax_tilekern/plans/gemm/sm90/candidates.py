@@ -253,7 +253,9 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
             if variant.rereads:
                 cycles += reread_cycles(tile, oriented, gpu)
             if splits > 1:
-                cycles += copy_cycles(splits * _outputs(product) * 4, gpu)
+                # What the reduction reads for the epilogue, no product hides.
+                bytes_ = splits * _outputs(product) * 4 + product.epilogue_bytes // 2
+                cycles += copy_cycles(bytes_, gpu)
             if epilogue and epilogue.has_matrices and oriented.out_m_major:
                 cycles *= _ACROSS_ROWS
             found.append(WgmmaCandidate(tile, instance, cycles, product, splits))

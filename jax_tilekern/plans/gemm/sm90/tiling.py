@@ -63,9 +63,6 @@ _SINGLE_ELEMENTS = 2
 _PING_PONG_CYCLES = 100
 # Ping-pong consumers that reduce rows.
 _PING_PONG_REDUCTIONS = 1.7
-# Cycles for an element of an epilogue's matrix, whose loads a consumer waits for, or which come
-# through the ring of stages.
-_READ_MATRIX, _STAGED_MATRIX = 0.9, 0.1
 # The part of an operand that exceeds L2 which narrow tiles read again from DRAM. Products with 3 to
 # 5 such tiles took 1.17 to 1.69 times the estimate without it.
 _NARROW, _READ_AGAIN = 64, 0.3
@@ -140,7 +137,7 @@ def busy_cycles(
         store += elements * epilogue.cycles
         # Loads overlap the stores of single elements.
         if not instance.ragged and not single_elements:
-            arrays = copies * elements * _cycles_of_arrays(epilogue, tile)
+            arrays = copies * elements * epilogue.cycles_of_arrays(staged=tile.cooperative)
     # Ping-pong hides the epilogue behind the other consumer's mainloop, unless single elements are
     # stored.
     if tile.cooperative or rounds == 1 or single_elements:
@@ -151,13 +148,6 @@ def busy_cycles(
         if epilogue is not None and epilogue.reductions:
             work_tile *= _PING_PONG_REDUCTIONS
     return rounds * work_tile
-
-
-def _cycles_of_arrays(epilogue: Epilogue, tile: WgmmaTile) -> float:
-    """Return the cycles for an element of the matrices that an epilogue reads and writes."""
-    read = sum(array.strides[-2] != 0 != array.strides[-1] for array in epilogue.operands)
-    each = _STAGED_MATRIX if tile.cooperative else _READ_MATRIX
-    return read * each + len(epilogue.outputs) / _SINGLE_ELEMENTS
 
 
 def reread_cycles(tile: WgmmaTile, view: OrientedProduct, gpu: Gpu) -> float:
