@@ -1,6 +1,7 @@
 """Kernels in which a group of threads evaluates a lane, compiled as C++, against ``jax.vmap``."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,23 @@ def test_is_vmap(tmp_path, threads):
     emulated = Emulated(traced, tmp_path / "lock", threads)
     for name, (function, args) in cases(jax.vmap).items():
         assert_both_orders(emulated, name, args, raw(jax.jit(function)(*args)))
+
+
+def test_loops_hold_matrices_in_registers():
+    """Rows of 16-byte multiples are loaded as a whole; sums are stored after the loop."""
+    kernels = {}
+    for name, (function, args) in cases(jtk.kernel).items():
+        calls = jax.make_jaxpr(lambda *args, f=function: raw(f(*args)))(*args).jaxpr.eqns
+        for eqn in (x for x in calls if x.primitive.name == "tilekern_lanes"):
+            avals = [x.aval for x in eqn.invars]
+            kernels[name] = write_kernel(avals, group=True, **parameters(eqn)).text
+    loads = {name: text.count("lax::load_row(h") for name, text in kernels.items()}
+    # Rows of both matrices; in the sampler, rows of the data over all steps and over leapfrogs.
+    assert loads["network of 40"] == 2
+    assert loads["network of 33"] == 1
+    assert loads["HMC"] == 2
+    stores = re.findall(r"^ *\(b\d+ \? h\d+.*\) = v\d+;$", kernels["gradient of weights"], re.M)
+    assert len(stores) == 2
 
 
 @pytest.mark.parametrize("missing", ["none", "before", "after"])

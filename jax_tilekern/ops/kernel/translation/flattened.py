@@ -140,7 +140,8 @@ def held_in_loop(
 
     def held(x: Any, number: int, along: int) -> list[Held]:
         parts, size = x.aval.shape[1 - along], x.aval.shape[along]
-        is_held = short < parts <= MAX_PARTS and x.aval.dtype.itemsize == 4
+        is_short = short < parts <= MAX_PARTS and size <= MOST_HELD
+        is_held = is_short and x.aval.dtype.itemsize == 4
         return [Held(number, along, parts, size)] if is_held else []
 
     numbers = {x: i for i, x in enumerate(program.invars)}

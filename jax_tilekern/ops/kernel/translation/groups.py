@@ -48,6 +48,8 @@ _BARRIER = "lax::group_barrier<kThreads>();"
 # Loops of shorter bodies, with as few long functions, are unrolled a few times, so that several
 # elements are loaded at once.
 _SHORT_BODY, _FEW_FUNCTIONS, _STEPS_AT_A_TIME = 64, 2, 4
+# Steps of a loop over a row or a column of a matrix in memory that are unrolled.
+_LOADS_AT_A_TIME = 16
 # Bytes of an operand, which a loop reads a row at a time, that are copied to shared memory.
 _NEARBY_BYTES = 16 << 10
 
@@ -105,10 +107,10 @@ class GroupWriter(LaneWriter):
         self.loaded_by_rows: set[Buffer] = set()
         # For the row of a thread in an unrolled loop, the number of that step.
         self._steps: dict[Index, str] = {}
-        # How matrices are held in registers. The terms of a product of a part of one, while it is
-        # written.
-        self._held: dict[Value, set[Held]] = {}
-        self._terms = 0
+        # How matrices are held in registers, and whether they are: a constant of C++. The elements
+        # of a part, and that constant, while a loop over them is written.
+        self._held: dict[Value, dict[Held, str]] = {}
+        self._part: tuple[int, str] | None = None
 
     def _program(self, closed: Any) -> Flattened:
         return with_deferred(flattened(closed), self._unrolled)
@@ -217,12 +219,12 @@ class GroupWriter(LaneWriter):
     def _held_value(self, x: Value, held: Held, name: str, fits: str) -> Value:
         def load(indices: Sequence[Index]) -> str:
             step = self._steps.get(indices[1 - held.along])
-            if step is None or self._terms != held.size:
+            if step is None or self._part != (held.size, fits):
                 return x.at(indices)
             return in_registers(name, fits, step, indices[held.along], x.at(indices))
 
         value = dataclasses.replace(x, at=load)
-        self._held[value] = {*self._held.get(x, ()), held}
+        self._held[value] = {**self._held.get(x, {}), held: fits}
         return value
 
     def nearby(self, x: Value) -> Value:
@@ -242,9 +244,12 @@ class GroupWriter(LaneWriter):
 
     @contextlib.contextmanager
     def loop(self, size: int, *, unroll: bool, down: bool = False) -> Iterator[Index]:
-        # The terms of rows that are held have known places.
-        is_held = self._apart and size == self._terms
+        start, part = len(self.statements), self._part
+        is_held = self._apart and part is not None and size == part[0] > 1
         with super().loop(size, unroll=unroll or is_held, down=down) as i:
+            if is_held and part is not None:
+                # Registers have known places. Otherwise several loads are in flight.
+                self.statements[start] = f"#pragma unroll ({part[1]} ? {size} : {_LOADS_AT_A_TIME})"
             yield i
 
     def prepare(self, x: Value, known: Mapping[int, Index]) -> None:
@@ -253,9 +258,9 @@ class GroupWriter(LaneWriter):
         if len(row) == len(x.shape):
             x.at(row)
             return
-        for held in self._held.get(x, ()):
+        for held, fits in self._held.get(x, {}).items():
             if known.get(1 - held.along) in self._steps:
-                self._terms = held.size
+                self._part = held.size, fits
                 return
         buffer, place = x.whole, (x.whole, *row)
         is_row = self._apart and buffer in self._with_rows and indices[:-1] == row
@@ -324,8 +329,8 @@ class GroupWriter(LaneWriter):
     ) -> Iterator[tuple[Index, ...]]:
         if isinstance(into, HeldBuffer):
             with self.spread((shape[1 - into.along],)) as (part,):
-                self._terms = shape[into.along]
-                with self.loop(self._terms, unroll=True) as k:
+                self._part = shape[into.along], into.fits
+                with self.loop(shape[into.along], unroll=True) as k:
                     yield (k, part) if into.along == 0 else (part, k)
         elif into is None or not self._is_shared(into):
             with super().elements(shape) as indices:
@@ -378,13 +383,13 @@ class GroupWriter(LaneWriter):
                 self._steps[i] = f"{first} / kThreads"
             with self.block(f"if ({i} < {size})" if few else ""):
                 yield indices_of(i, shape)
-        reads_held, self._terms = self._terms > 0, 0
+        held, self._part = self._part, None
         inner = self.statements[start + 1 :]
         self._of_loops.update(range(start, len(self.statements)))
         has_loops = any(line.startswith("#pragma unroll ") for line in inner)
         long_functions = self._long_functions_of_loops - long_functions
-        if reads_held:
-            self.statements[start] = "#pragma unroll"
+        if held is not None:
+            self.statements[start] = f"#pragma unroll ({held[1]} ? {MAX_PARTS // 32} : 1)"
         elif len(inner) <= _SHORT_BODY and long_functions <= _FEW_FUNCTIONS and not has_loops:
             self.statements[start] = (
                 "#pragma unroll" if few else f"#pragma unroll {_STEPS_AT_A_TIME}"
