@@ -5,6 +5,7 @@ python .ci/check_wheel.py WHEEL
 
 from __future__ import annotations
 
+import re
 import sys
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,8 @@ FOLDERS = {
     "cli", "compilation", "cuda", "epilogue", "fusion", "inspection", "interop", "ops",
     "out_of_core", "partitioning", "plans", "primitives", "tuning",
 }  # fmt: skip
+# What `manylinux_2_28` has.
+NEWEST_GLIBC = (2, 28)
 SUFFIXES = {".py", ".pyi", ".so", ".cuh"}
 DATA = {
     "jax_tilekern/py.typed",
@@ -49,13 +52,17 @@ def problems(names: list[str]) -> list[str]:
 
 def platform_problems(name: str) -> list[str]:
     """Return what is wrong with the platforms in a wheel's file name."""
-    platforms = name.removesuffix(".whl").rpartition("-")[2].split(".")
-    return [
-        f"{name} is for {platform}, which says nothing of the libraries that it needs; "
-        "auditwheel repair finds the tag of manylinux"
-        for platform in platforms
-        if not platform.startswith("manylinux")
-    ]
+    found = []
+    for platform in name.removesuffix(".whl").rpartition("-")[2].split("."):
+        glibc = re.match(r"manylinux_(\d+)_(\d+)_", platform)
+        if glibc is None and not platform.startswith("manylinux"):
+            found.append(
+                f"{name} is for {platform}, which says nothing of the libraries that it needs; "
+                "auditwheel repair finds the tag of manylinux"
+            )
+        elif glibc is not None and tuple(map(int, glibc.groups())) > NEWEST_GLIBC:
+            found.append(f"{name} needs glibc {glibc[1]}.{glibc[2]}, and wheels need 2.28 at most")
+    return found
 
 
 if __name__ == "__main__":
