@@ -131,6 +131,21 @@ def test_devices_have_whole_blocks(rng, name, blocks):
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+def test_a_partition_has_the_letters_of_the_subscripts(rng):
+    mesh = jax.make_mesh((2, 4), ("d", "m"), (AxisType.Auto,) * 2, devices=devices()[:8])
+    rows = NamedSharding(mesh, P("d", "m"))
+    arrays = (
+        jax.device_put(values(rng, 2, 512, 256), rows),
+        values(rng, 128, 256),
+        jax.device_put(scales(rng, 2, 512, 2), rows),
+        scales(rng, 1, 2),
+    )
+    choice, *_ = jtk.explain(jax.vmap(jtk.scaled_matmul, (0, None, 0, None)), *arrays)
+    assert choice.call == "scaled_matmul mpk,nk->mpn"
+    assert choice.partition == "m in 2, p in 4"
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 def test_explicit_axes(rng):
     arrays = values(rng, 16, 512), values(rng, 256, 512), scales(rng, 16, 4), scales(rng, 2, 4)
     with jax.set_mesh(jax.make_mesh((4, 2), ("d", "m"), devices=devices()[:8])):

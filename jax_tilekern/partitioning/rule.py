@@ -9,8 +9,8 @@ are combined.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 # A label, or ``None`` for a dimension that every device needs whole.
 Dims = tuple[int | None, ...]
@@ -96,6 +96,30 @@ class ShardingRule:
             for label in self.sizes
             if label not in self.unsplit
             and (all(label in dims for dims in kept) or not any(label in dims for dims in kept))
+        )
+
+    def in_blocks(self, labels: Iterable[int | None], block: int) -> ShardingRule:
+        """Return the rule of a call whose devices share whole blocks of so many positions.
+
+        Every device needs a dimension whole that does not consist of several blocks.
+        """
+        own = self.sizes.keys() & set(labels) - self.blocked
+        blocked = {x for x in own if self.sizes[x] > block and self.sizes[x] % block == 0}
+        whole = own - blocked
+
+        def kept(arrays: tuple[Dims, ...]) -> tuple[Dims, ...]:
+            return tuple(tuple(None if x in whole else x for x in dims) for dims in arrays)
+
+        return replace(
+            self,
+            operands=kept(self.operands),
+            results=kept(self.results),
+            sizes={
+                x: size // block if x in blocked else size
+                for x, size in self.sizes.items()
+                if x not in whole
+            },
+            blocked=self.blocked | blocked,
         )
 
 

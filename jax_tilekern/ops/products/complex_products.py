@@ -48,6 +48,7 @@ from jax_tilekern.primitives.operation import (
     Planner,
     Rewrite,
     define,
+    no_refusal,
 )
 
 
@@ -216,7 +217,7 @@ def _define_in_place(by_copies: Callable[..., Array]) -> Callable[..., Any]:
             batch=unreachable,
             sharding_rule=None,
             planners={
-                name: Planner(lambda *_, **__: None, functools.partial(_in_place, platform))
+                name: Planner(no_refusal, functools.partial(_in_place, platform))
                 for name, platform in _PLATFORMS.items()
             },
             describe=lambda contraction, **_: f"{contraction}, parts in place",

@@ -37,14 +37,12 @@ from jax_tilekern.ops.products.contraction_lowering import CUDA, state_problem
 from jax_tilekern.ops.products.epilogues import (
     ProductCall,
     described_function,
-    quantized_after,
     with_epilogue,
 )
 from jax_tilekern.ops.products.fused_lowering import InPlace, fused_kernel, planners
-from jax_tilekern.ops.products.groups import local_bounds, masked, part_of
+from jax_tilekern.ops.products.groups import masked
 from jax_tilekern.ops.products.labelled_operands import common_type, product_by_lax
 from jax_tilekern.partitioning import params_text
-from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
@@ -199,7 +197,7 @@ class _Call(ProductCall):
     def split(self, operands: Sequence[Any]) -> _Operands:
         """Take the operands apart."""
         n = 3 if self.pair else 2
-        end = n + (self.contraction.group is not None)
+        end = n + self.is_grouped
         return _Operands(operands[0], operands[1:n], operands[n:end], operands[end:])
 
     def product(self, **others: Any) -> Params:
@@ -267,23 +265,7 @@ def _unfused(
             ],
             in_place=((0, 0),),
         )
-    if function.quantizes and out_sharding is None:
-
-        def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
-            compute = _unfused if function.is_closure else _bind
-            return compute(*operands, **params | {"function": function})
-
-        return quantized_after(fused, function, *operands)
-    rounded_type = function.rounded_product(lhs.dtype, right[0].dtype)
-    stated = {"out_dtype": rounded_type} if rounded_type is not None else {}
-    product = call.multiply(lhs, *right, *bounds, out_sharding=out_sharding, **stated)
-    if function.is_identity:
-        return [product]
-    product = product.astype(call.accumulator)
-    elementwise = call.elementwise()
-    if bounds:
-        elementwise = compat.with_automatic_axes(elementwise, out_sharding)
-    return elementwise(product, *bounds, *read)
+    return call.unfused(functools.partial(_bind, **params), operands, out_sharding)
 
 
 def _with_rounded_first(function: ScalarFunction, product: np.dtype[Any]) -> ScalarFunction:
@@ -409,10 +391,7 @@ def _batch(
         both = functools.partial(_unfused, **params)
         return jax.vmap(both, tuple(dims), out_dims, axis_size=axis_data.size)(*operands), out_dims
     if not is_mapped and all(dim is None for dim in bounds_dims):
-        # One product has an epilogue for each element of the batch.
-        accumulators = call.multiply(lhs, *right, *bounds, out_dtype=call.accumulator)
-        over = jax.vmap(call.elementwise(), (None, *dims[2:]), out_dims)
-        return over(accumulators, *operands[2:]), out_dims
+        return call.batched_epilogue(operands, dims)
     places = [lhs_dim, right_dims[0], *bounds_dims]
     factors, labels = mapped(call.contraction, [lhs, right[0], *bounds], places)
     params["contraction"], new = labels, labels.out[0]
@@ -466,22 +445,6 @@ def _sharding_rule(*operands: Any, **params: Any) -> ShardingRule:
     return with_epilogue(whole, read, call.function)
 
 
-def _localised(
-    shard: Shard,
-    *operands: Array,
-    contraction: Contraction,
-    function: ScalarFunction | None = None,
-    **_: Any,
-) -> list[Array]:
-    if contraction.group is None:
-        return [*operands]
-    lhs, rhs, bounds, *read = operands
-    for dim, label in enumerate(contraction.bounds[:-1] if function else ()):
-        if shard.is_split(label):
-            bounds = part_of(shard, bounds, dim, label)
-    return [lhs, rhs, local_bounds(shard, bounds, contraction), *read]
-
-
 def _source(operands: Sequence[Operand], **params: Any) -> tuple[Sequence[Operand], Params]:
     """Return the operands where they lie, of a call that is partitioned.
 
@@ -505,8 +468,8 @@ def in_float32(*, function: ScalarFunction | None = None, **params: Any) -> Para
 
 def as_dot_general(
     contraction: Contraction,
-    precision: Any,
     out_dtype: np.dtype[Any],
+    precision: Any = None,
     pair: bool = False,
     **_: Any,
 ) -> tuple[compat.Primitive, dict[str, Any]] | None:
@@ -606,7 +569,7 @@ _bind = define(
         # XLA partitions each of the two calls of a pair.
         composed=_unfused,
         is_composed=lambda **params: params.get("pair", False),
-        localised=_localised,
+        localised=lambda shard, *operands, **params: _Call(**params).localised(shard, operands),
         source=_source,
         in_float32=in_float32,
         function_of_sum=lambda **params: _Call(**params).function_of_sum(),

@@ -13,16 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
-from jax_tilekern.ops.products.groups import over_groups
+from jax_tilekern.ops.products.groups import local_bounds, over_groups, part_of
 from jax_tilekern.ops.quantisation.quantize import quantize
-from jax_tilekern.partitioning.local_program import FunctionOfSum
+from jax_tilekern.partitioning.local_program import FunctionOfSum, Shard
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.epilogue import RowQuantization
@@ -93,6 +95,15 @@ class ProductCall:
     factors: ClassVar[int]
     linear_in: ClassVar[Sequence[OperandGroup]]
 
+    @property
+    def is_grouped(self) -> bool:
+        return self.contraction.group is not None
+
+    @property
+    def first_read(self) -> int:
+        """The first operand that the function reads."""
+        return self.factors + self.is_grouped
+
     def multiply(self, *factors: Array, **others: Any) -> Array:
         """Return one product without the function, by default the accumulators."""
         raise NotImplementedError
@@ -104,11 +115,63 @@ class ProductCall:
         labels = (self.contraction.out,) * self.pair + self.operand_labels
         return elementwise_function(function, self.contraction, labels)
 
+    def unfused(
+        self,
+        bind: Callable[..., list[Array]],
+        operands: Sequence[Array],
+        out_sharding: NamedSharding | None = None,
+    ) -> list[Array]:
+        """Compute the product by a kernel, and the epilogue in XLA.
+
+        ``bind(*operands, function=...)`` computes the call with another function.
+        """
+        function = self.function
+        assert function is not None
+        if function.quantizes and out_sharding is None:
+
+            def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
+                if function.is_closure:
+                    return dataclasses.replace(self, function=function).unfused(bind, operands)
+                return bind(*operands, function=function)
+
+            return quantized_after(fused, function, *operands)
+        rounded = function.rounded_product(*(x.dtype for x in operands[:2]))
+        given = {"out_sharding": out_sharding, "out_dtype": rounded}
+        stated = {name: value for name, value in given.items() if value is not None}
+        product = self.multiply(*operands[: self.first_read], **stated)
+        if function.is_identity:
+            return [product.astype(function.out_dtypes[0])]
+        product = product.astype(self.accumulator)
+        elementwise = self.elementwise()
+        if self.is_grouped:
+            elementwise = compat.with_automatic_axes(elementwise, out_sharding)
+        return elementwise(product, *operands[self.factors :])
+
+    def batched_epilogue(
+        self, operands: Sequence[Array], dims: Sequence[int | None]
+    ) -> tuple[list[Array], list[int]]:
+        """Batch a call whose product has no mapped axis: it has an epilogue for each element."""
+        assert self.function is not None
+        out_dims, n = self.function.mapped_dims, self.first_read
+        accumulators = self.multiply(*operands[:n], out_dtype=self.accumulator)
+        over = jax.vmap(self.elementwise(), (None, *dims[self.factors :]), out_dims)
+        return over(accumulators, *operands[self.factors :]), out_dims
+
+    def localised(self, shard: Shard, operands: Sequence[Array]) -> list[Array]:
+        """Return a device's operands, with the bounds of its own rows and groups."""
+        local, c, at = [*operands], self.contraction, self.factors
+        if self.is_grouped:
+            for dim, label in enumerate(c.bounds[:-1] if self.function else ()):
+                if shard.is_split(label):
+                    local[at] = part_of(shard, local[at], dim, label)
+            local[at] = local_bounds(shard, local[at], c)
+        return local
+
     def jvp(
         self, bind: Callable[..., list[Array]], primals: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Differentiate the call, which ``bind(*operands, function=...)`` computes."""
-        function, n = self.function, self.factors + (self.contraction.group is not None)
+        function, n = self.function, self.first_read
         assert function is not None
         saved = function.accumulator_result
         added = saved is None
@@ -138,7 +201,7 @@ class ProductCall:
     def saved(self) -> Saved | None:
         """Save the pre-activation, which a call that is differentiated stores."""
         function = self.function
-        if function is None or self.pair or self.contraction.group is not None:
+        if function is None or self.pair or self.is_grouped:
             return None
         position = function.accumulator_result
         if position is None:
@@ -166,43 +229,20 @@ def with_epilogue(
 ) -> ShardingRule:
     """Return the rule of a product with an epilogue of some operands, given the product's."""
     if function.quantizes:
-        rule, operands = _with_blocks(rule, operands)
+        rule = rule.in_blocks(rule.results[0][-1:], BLOCK)
+    read = [tuple(x if x in rule.sizes else None for x in dims) for dims in operands]
     (out,) = rule.results
     places = function.result_labels(tuple(range(len(out))))
     results = tuple(tuple(out[i] for i in dims) for dims in places)
     shared = frozenset.intersection(*map(frozenset, results))
     return dataclasses.replace(
         rule,
-        operands=(*rule.operands, *operands),
+        operands=(*rule.operands, *read),
         results=results,
         epilogue_from=len(rule.operands),
         reduced=frozenset(x for x in out if x is not None and x not in shared),
         combined_by=tuple(kind if isinstance(kind, str) else "sum" for kind in function.reductions),
     )
-
-
-def _with_blocks(
-    rule: ShardingRule, operands: Sequence[Dims]
-) -> tuple[ShardingRule, Sequence[Dims]]:
-    """Let devices share whole blocks of the rows of a product."""
-    ((*_, column),) = rule.results
-    if column is None or column in rule.blocked:
-        return rule, operands
-    blocks, rest = divmod(rule.sizes[column], BLOCK)
-    if blocks > 1 and not rest:
-        sizes, blocked = {**rule.sizes, column: blocks}, rule.blocked | {column}
-        return dataclasses.replace(rule, sizes=sizes, blocked=blocked), operands
-
-    def whole(dims: Dims) -> Dims:
-        return tuple(None if label == column else label for label in dims)
-
-    rule = dataclasses.replace(
-        rule,
-        operands=tuple(map(whole, rule.operands)),
-        results=tuple(map(whole, rule.results)),
-        sizes={label: size for label, size in rule.sizes.items() if label != column},
-    )
-    return rule, [*map(whole, operands)]
 
 
 def described_function(

@@ -25,7 +25,14 @@ from jax_tilekern.plans.gemm.epilogue import (
     RowQuantization,
     RowReductionText,
 )
-from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Planner, Rewrite
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    PlannedKernel,
+    Planner,
+    Rewrite,
+    no_refusal,
+)
 
 # Operands of an epilogue, and the results that take their memory.
 InPlace = tuple[tuple[int, int], ...]
@@ -59,10 +66,7 @@ def planners(
         found = kernel(operands, **params)
         return rewrite(found, params) if isinstance(found, str) else found
 
-    def refusal(*_: Any, **__: Any) -> Fallback | None:
-        return None
-
-    return {"cpu": Planner(refusal, plan_on_cpu), "cuda": Planner(refusal, plan_on_cuda)}
+    return {"cpu": Planner(no_refusal, plan_on_cpu), "cuda": Planner(no_refusal, plan_on_cuda)}
 
 
 # ``state(factors, out_dtype=..., extra=...)`` states a product, or how it is computed otherwise.

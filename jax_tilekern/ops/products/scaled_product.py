@@ -11,8 +11,8 @@ epilogue, whose operands come last.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,18 +23,22 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
-from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
-from jax_tilekern.ops.products.contraction import as_dot_general, contract, masked_product
+from jax_tilekern.ops.products.contraction import (
+    as_dot_general,
+    contract,
+    in_float32,
+    masked_product,
+    sharding_rule,
+)
 from jax_tilekern.ops.products.contraction_lowering import LoweredProduct, cuda_kernel
 from jax_tilekern.ops.products.epilogues import (
     ProductCall,
     described_function,
-    quantized_after,
     with_epilogue,
 )
 from jax_tilekern.ops.products.fused_lowering import fused_kernel
-from jax_tilekern.ops.products.groups import local_bounds, used
+from jax_tilekern.ops.products.groups import used
 from jax_tilekern.ops.products.scaled_layout import (
     scales_in_memory,
     stored_scales,
@@ -42,9 +46,8 @@ from jax_tilekern.ops.products.scaled_layout import (
     with_columns_first,
 )
 from jax_tilekern.ops.products.scaled_operands import dequantized, refuse_tangent
-from jax_tilekern.partitioning.local_program import Shard
-from jax_tilekern.partitioning.rule import Dims, ShardingRule
-from jax_tilekern.plans.contraction import Contraction, Labels, labelled
+from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.plans.contraction import Labels, labelled
 from jax_tilekern.plans.gemm.problem import Product, Scales
 from jax_tilekern.plans.gemm.select import copies_rows_first
 from jax_tilekern.plans.gpu import current_gpu
@@ -59,6 +62,7 @@ from jax_tilekern.primitives.operation import (
     Rewrite,
     Transposes,
     define,
+    no_refusal,
 )
 
 _F32: np.dtype[Any] = np.dtype(np.float32)
@@ -75,18 +79,9 @@ class _Call(ProductCall):
     linear_in = ((2,), (3,))
 
     @property
-    def is_grouped(self) -> bool:
-        return self.contraction.group is not None
-
-    @property
     def name(self) -> str:
         """The public function that it is."""
         return "scaled_ragged_dot" if self.is_grouped else "scaled_matmul"
-
-    @property
-    def first_read(self) -> int:
-        """The first operand of the function."""
-        return self.factors + self.is_grouped
 
     def multiply(self, *factors: Array, **others: Any) -> Array:
         own = {"contraction": self.contraction, "rows_last": self.rows_last, "out_dtype": _F32}
@@ -147,17 +142,7 @@ _by_contraction = functools.partial(_by, contract)
 
 def unfused(*operands: Array, **params: Any) -> list[Array]:
     """Compute the product by a kernel, and the epilogue in XLA."""
-    call = _Call(**params)
-    assert call.function is not None
-    if call.function.quantizes:
-
-        def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
-            compute = unfused if function.is_closure else _bind
-            return compute(*operands, **params | {"function": function})
-
-        return quantized_after(fused, call.function, *operands)
-    accumulators = call.multiply(*operands[: call.first_read])
-    return call.elementwise()(accumulators, *operands[4:])
+    return _Call(**params).unfused(functools.partial(_bind, **params), operands)
 
 
 # Rules.
@@ -207,10 +192,7 @@ def _batch(
     call, n = _Call(**params), _Call(**params).first_read
     out_dims = [0] if call.function is None else call.function.mapped_dims
     if all(dim is None for dim in dims[:n]):
-        # One product has an epilogue for each element of the batch.
-        accumulators = call.multiply(*operands[:n])
-        over = jax.vmap(call.elementwise(), (None, *dims[4:]), out_dims)
-        return over(accumulators, *operands[4:]), out_dims
+        return call.batched_epilogue(operands, dims)
     mapped = [dims[i] is not None or dims[i + 2] is not None for i in (0, 1)] * 2
     mapped += [dim is not None for dim in dims[4:n]]
 
@@ -236,94 +218,34 @@ def _sharding_rule(
     """Let devices share whole blocks, along dimensions that consist of those."""
     call = _Call(**params)
     c = call.contraction
-    factors, block_counts = list(zip((c.lhs, c.rhs), (lhs, rhs), strict=True)), []
-    for (_, x), scales, last in zip(factors, (lhs_scales, rhs_scales), call.rows_last, strict=True):
+    rule = sharding_rule(lhs, rhs, *others[: call.is_grouped], contraction=c)
+    blocked: set[int] = set()
+    scale_dims = []
+    for labels, x, scales, last in zip(
+        (c.lhs, c.rhs), (lhs, rhs), (lhs_scales, rhs_scales), call.rows_last, strict=True
+    ):
         *leading, rows, blocks = scales.shape
         if last:
             rows, blocks = min(blocks, x.shape[-2]), rows
-        block_counts.append((*leading, rows, blocks))
-    sizes: dict[int, int] = {}
-    blocked: set[int] = set()
-    for (labels, x), counts in zip(factors, block_counts, strict=True):
-        for label, size, count in zip(labels, x.shape, counts, strict=True):
-            if count not in (1, size):
-                blocked.add(label)
-            sizes[label] = size
-    whole = {label for label in blocked if sizes[label] % BLOCK}
-    blocked -= whole
-    # Each row is multiplied for one group only.
-    flops = 2 * math.prod(size for label, size in sizes.items() if label != c.group)
-    sizes = {
-        label: size // BLOCK if label in blocked else size
-        for label, size in sizes.items()
-        if label not in whole
-    }
-
-    def kept(labels: Sequence[int]) -> Dims:
-        return tuple(None if x in whole else x for x in labels)
-
-    def scale_dims(labels: Sequence[int], counts: Sequence[int], last: bool) -> Dims:
-        *leading, rows, blocks = (
-            label if count > 1 else None for label, count in zip(kept(labels), counts, strict=True)
+        counts = (*leading, rows, blocks)
+        blocked |= {
+            label
+            for label, size, count in zip(labels, x.shape, counts, strict=True)
+            if count not in (1, size)
+        }
+        *outer, row, block = (
+            label if count > 1 else None for label, count in zip(labels, counts, strict=True)
         )
-        return (*leading, blocks, rows) if last else (*leading, rows, blocks)
-
-    # A device has the bounds of its own rows and groups.
-    prefix, bounds = c.bounds[:-1], others[: call.is_grouped]
-    for x in bounds:
-        sizes |= zip(prefix, x.shape, strict=False)
-    m, n, k = c.lhs[-2], c.rhs[-2], c.lhs[-1]
-    own = {**dict.fromkeys(c.out[:-2], "batch"), m: "m", n: "n", k: "k"}
-    rule = ShardingRule(
-        (
-            kept(c.lhs),
-            kept(c.rhs),
-            *map(scale_dims, (c.lhs, c.rhs), block_counts, call.rows_last),
-            *((*prefix, None) for _ in bounds),
-        ),
-        (kept(c.out),),
-        sizes,
-        flops=flops,
-        names=c.names if call.is_grouped else own,
-        blocked=frozenset(blocked),
-    )
+        scale_dims.append((*outer, block, row) if last else (*outer, row, block))
+    factors, bounds = rule.operands[:2], rule.operands[2:]
+    rule = dataclasses.replace(rule, operands=(*factors, *scale_dims, *bounds))
+    rule = rule.in_blocks(blocked, BLOCK)
     if call.function is None:
         return rule
-    return with_epilogue(rule, [*map(kept, call.operand_labels)], call.function)
-
-
-def _localised(shard: Shard, *operands: Array, contraction: Contraction, **_: Any) -> list[Array]:
-    if contraction.group is None:
-        return [*operands]
-    *others, bounds = operands
-    return [*others, local_bounds(shard, bounds, contraction)]
-
-
-# Partitioning: the sum over devices is completed before the epilogue, which is not linear.
-
-
-def _in_float32(**params: Any) -> Params:
-    call = _Call(**params)
-    if call.function is None:
-        # XLA adds the terms of its own dense products in their type.
-        return params | ({"out_dtype": _F32} if call.is_grouped else {})
-    return params | {"function": call.function.with_reductions_in_float32(), "out_dtype": _F32}
-
-
-# Checkpoint policies.
-
-
-def _as_dot_general(
-    *, contraction: Contraction, out_dtype: np.dtype[Any], **_: Any
-) -> tuple[compat.Primitive, dict[str, Any]] | None:
-    return as_dot_general(contraction, None, out_dtype)
+    return with_epilogue(rule, call.operand_labels, call.function)
 
 
 # Lowering.
-
-
-def _refusal(*_: Any, **__: Any) -> Fallback | None:
-    return None
 
 
 def _described(**params: Any) -> str:
@@ -444,12 +366,12 @@ _bind = define(
         refuse_tangent=_refuse_tangent,
         batch=_batch,
         sharding_rule=_sharding_rule,
-        localised=_localised,
-        planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
+        localised=lambda shard, *operands, **params: _Call(**params).localised(shard, operands),
+        planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(no_refusal, _cuda)},
         describe=_described,
-        in_float32=_in_float32,
+        in_float32=in_float32,
         function_of_sum=lambda **params: _Call(**params).function_of_sum(),
-        stands_for=_as_dot_general,
+        stands_for=as_dot_general,
         saved=lambda **params: _Call(**params).saved(),
     )
 )

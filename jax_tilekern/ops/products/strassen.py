@@ -23,7 +23,7 @@ from jax_tilekern.ops.products.labelled_operands import product_by_lax
 from jax_tilekern.ops.products.matmul import labelled_matrices
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.primitives.operation import Operation, Planner, Rewrite, define
+from jax_tilekern.primitives.operation import Operation, Planner, Rewrite, define, no_refusal
 
 
 @jitted("levels", "precision", "out_sharding")
@@ -131,7 +131,7 @@ _bind = define(
         transposes=contractions.transposes(_contract),
         batch=functools.partial(contractions.batched, _contract),
         sharding_rule=contractions.sharding_rule,
-        planners=dict.fromkeys(("cpu", "cuda"), Planner(lambda *_, **__: None, _plan)),
+        planners=dict.fromkeys(("cpu", "cuda"), Planner(no_refusal, _plan)),
         describe=lambda contraction, levels, **_: f"strassen {contraction}, levels={levels}",
         source=source,
         in_float32=contractions.in_float32,

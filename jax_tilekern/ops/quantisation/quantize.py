@@ -22,7 +22,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.ops.explicit import spec_of
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.partitioning.rule import Dims, ShardingRule
+from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gemm.arithmetic import FP8
 from jax_tilekern.plans.quantize import (
     BLOCK,
@@ -33,13 +33,13 @@ from jax_tilekern.plans.quantize import (
     plan_quantize,
 )
 from jax_tilekern.primitives.operation import (
-    Fallback,
     Operand,
     Operation,
     Outcome,
     Planner,
     Rewrite,
     define,
+    no_refusal,
 )
 
 Block = tuple[int | None, int | None]
@@ -258,39 +258,22 @@ def _batch(
 def _sharding_rule(x: Any, *, block: Block, both: bool, **_: Any) -> ShardingRule:
     """Let devices share whole blocks, of a dimension that consists of several."""
     labels = tuple(range(x.ndim))
-    row, column = labels[-2:]
-    blocked = {column, *((row,) if both or block[0] == BLOCK else ())}
-    whole = {label for label in blocked if x.shape[label] % BLOCK or x.shape[label] <= BLOCK}
-    blocked -= whole
-    sizes = {
-        label: size // BLOCK if label in blocked else size
-        for label, size in enumerate(x.shape)
-        if label not in whole
-    }
-
-    def kept(*own: int) -> Dims:
-        return tuple(None if label in whole else label for label in own)
-
+    *leading, row, column = labels
     first = (row, column) if block == (BLOCK, BLOCK) else (column, row)
-    leading = labels[:-2]
-    results = [kept(*labels), kept(*leading, *first)]
+    results = [labels, (*leading, *first)]
     if both:
-        results += [kept(*leading, column, row), kept(*leading, *first[::-1])]
-    return ShardingRule(
-        (kept(*labels),),
+        results += [(*leading, column, row), (*leading, *first[::-1])]
+    rule = ShardingRule(
+        (labels,),
         tuple(results),
-        sizes,
+        dict(enumerate(x.shape)),
         flops=x.size,
         names={label: f"axis {label}" for label in labels},
-        blocked=frozenset(blocked),
     )
+    return rule.in_blocks((column, row) if both or block[0] == BLOCK else (column,), BLOCK)
 
 
 # Lowering.
-
-
-def _refusal(*_: Any, **__: Any) -> Fallback | None:
-    return None
 
 
 def _by_xla(*_: Any, **params: Any) -> Rewrite:
@@ -328,7 +311,7 @@ def _operation(name: str, cuda: Callable[..., Outcome], **rules: Any) -> Callabl
             several_results=True,
             jvp=_jvp,
             batch=_batch,
-            planners={"cpu": Planner(_refusal, _by_xla), "cuda": Planner(_refusal, cuda)},
+            planners={"cpu": Planner(no_refusal, _by_xla), "cuda": Planner(no_refusal, cuda)},
             describe=_described,
             **rules,
         )
