@@ -24,7 +24,7 @@ from jax_tilekern import _core
 from jax_tilekern.compilation import compiler
 from jax_tilekern.compilation.source_digests import source_digests
 from jax_tilekern.plans.cpu import current_cpu
-from jax_tilekern.plans.policy.model import model_of
+from jax_tilekern.plans.policy.model import SCALED, model_of
 
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 # The instruction sets that the CPU kernels of this package and of XLA use.
@@ -132,7 +132,8 @@ def _decided_by(device: str) -> str:
     known = model_of(device)
     if known is None:
         return "no recorded times: XLA computes dense products, sums, transposes and additions"
-    return f"recorded times of {', '.join(f'{name}s' for name in known.models)}"
+    source = f" ({known.device})" if device in SCALED and known.device != device else ""
+    return f"recorded times of {', '.join(f'{name}s' for name in known.models)}{source}"
 
 
 def _kernel(operand: Any, *, platform: str | None = None, **options: Any) -> str:
