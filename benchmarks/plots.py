@@ -13,6 +13,8 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator
 
+from jax_tilekern.cli.console import duration
+
 _WIN, _EVEN, _LOSS = "#1a7f37", "#59636e", "#cf5c00"
 _STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "jax_tilekern", "font.size": 9, "axes.titlesize": 9,
@@ -85,4 +87,21 @@ def curves(training: pd.DataFrame) -> str:
             steps = row.steps * (np.arange(len(row.losses)) + 0.5) / len(row.losses)
             panel.plot(steps, row.losses, style, color=color, label=row.product)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3)
+    return _svg(figure)
+
+
+@mpl.rc_context(_STYLE)
+def times(axis: str, panels: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
+    """Draw seconds over counts, a panel for each title and a curve for each side; ours is last."""
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4 * len(panels), 3), layout="constrained", squeeze=False
+    )
+    for panel, (title, sides) in zip(axes[0], panels.items(), strict=True):
+        for color, (side, found) in zip((_EVEN, _WIN), sides.items(), strict=True):
+            panel.plot([*found], [*found.values()], "o-", color=color, label=side)
+        panel.set(title=title, xlabel=axis, xscale="log", yscale="log", xticks=[*found])
+        panel.xaxis.set_major_formatter("{x:,g}")
+        panel.yaxis.set_major_formatter(lambda x, _: duration(x))
+        panel.minorticks_off()
+    axes[0][0].legend()
     return _svg(figure)

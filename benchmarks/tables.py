@@ -272,6 +272,50 @@ def first() -> Iterator[str]:
         yield from ("", *table(heads, cells))
 
 
+def counts(name: str) -> Iterator[str]:
+    """Yield the drawing and the times of programs of few to many lanes."""
+    texts = _TEXTS["counts"][name]
+    if not _has_counts():
+        yield f"No device has a record. `{texts['command']}` measures yours."
+        return
+    yield f"![{texts['title']}]({name}.svg)\n"
+    found = {title: _by_count(prefix) for title, prefix in texts["panels"].items()}
+    cells = (
+        (title, f"{count:,}", *(duration(row["seconds"][x]) for x in ("XLA", "ours")),
+         _number(row["ratio"]["XLA"]))
+        for title, rows in found.items() for count, row in rows.items()
+    )  # fmt: skip
+    heads = ("program", texts["axis"], "`jax.vmap`", "`jtk.kernel`", "speedup")
+    yield from table(heads, cells)
+    yield f"\n{_source(_COUNTS, [row for rows in found.values() for row in rows.values()], '..')}"
+
+
+_COUNTS = "h200/jax_kernel_counts"
+
+
+def _has_counts() -> bool:
+    return (RESULTS / f"{_COUNTS}.jsonl").exists()
+
+
+def _by_count(prefix: str) -> dict[int, Record]:
+    """Return the rows of a program by the number of their lanes."""
+    rows = (row for row in record(_COUNTS)["rows"] if row["name"].startswith(prefix))
+    return {int(row["name"].rpartition(" ")[2]): row for row in rows}
+
+
+def _curves(name: str) -> str:
+    """Return the drawing of the same times."""
+    texts, sides = _TEXTS["counts"][name], {"XLA": "jax.vmap", "ours": "jtk.kernel"}
+    panels = {
+        title: {
+            text: {n: row["seconds"][side] for n, row in _by_count(prefix).items()}
+            for side, text in sides.items()
+        }
+        for title, prefix in texts["panels"].items()
+    }
+    return plots.times(texts["axis"], panels)
+
+
 def lanes() -> Iterator[str]:
     """Yield a table of each call of ``kernel`` that an H200 has measured."""
     path = "h200/jax_kernel"
@@ -379,7 +423,7 @@ def times(ladder: str) -> Iterator[str]:
 _TABLES: Mapping[str, Callable[..., Iterator[str]]] = {
     query.__name__: query
     for query in (
-        devices, first, fp8, ideas, lanes, mixture, operations, policy, primitives, random,
+        counts, devices, first, fp8, ideas, lanes, mixture, operations, policy, primitives, random,
         speed, start, story, tests, times,
     )
 }  # fmt: skip
@@ -396,6 +440,7 @@ def figures() -> dict[str, str]:
             dict(_overview()),
         ),
         "fp8-training.svg": plots.curves(fp8_accuracy("training")),
+        **{f"{name}.svg": _curves(name) for name in _TEXTS["counts"] if _has_counts()},
     }
 
 
