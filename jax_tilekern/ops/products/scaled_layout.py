@@ -16,6 +16,7 @@ from jax_tilekern.plans.contraction import (
     Labels,
     merged,
     row_major_strides,
+    strided_product,
 )
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import SCALES_OF_COPY, Scales
@@ -66,7 +67,7 @@ def with_columns_first(scales: Array, columns: int) -> Array:
     return jnp.pad(jnp.swapaxes(scales, -1, -2), padding)
 
 
-def strided_product(
+def scaled_geometry(
     contraction: Contraction,
     shapes: Sequence[Sequence[int]],
     scales: Sequence[Scales],
@@ -96,40 +97,28 @@ def strided_product(
         return Dimension(sizes[x], lhs.get(x, 0), rhs.get(x, 0), out_stride, bound_strides, strides)
 
     batch = merged(map(dimension, c.out[:-2]))
-    m, n, k = (sizes[x] for x in (c.lhs[-2], c.rhs[-2], c.lhs[-1]))
-    rows = [x.get(c.out[-2], 0) for x in others]
+    m, n, k = map(dimension, (c.lhs[-2], c.rhs[-2], c.lhs[-1]))
     left, right = scales
-    while c.group is None and batch and _are_rows(batch[-1], m, n, k, left, rows):
-        m *= batch.pop().size
+    while c.group is None and batch and _continues(batch[-1], m, left):
+        m = m._replace(size=m.size * batch.pop().size)
     bound_strides = tuple(x.bounds for x in batch)
     if c.group is not None:
         batch.append(dimension(c.group))
-    geometry = MatmulGeometry(
-        tuple(x.size for x in batch), m, n, k,
-        lhs_strides=(*(x.lhs for x in batch), k, 1),
-        rhs_strides=(*(x.rhs for x in batch), 1, k),
-        out_strides=(*(x.out for x in batch), n, 1),
-    )  # fmt: skip
+    geometry = strided_product(batch, m, n, k)
     if c.group is not None:
         geometry = GroupedGeometry.of(geometry, "m", bound_strides)
     left, right = (
         dataclasses.replace(x, batch_strides=tuple(dim.extra[i] for dim in batch))
         for i, x in enumerate((left, right))
     )
-    strides = tuple(
-        (*(dim.extra[2 + i] for dim in batch), *(x.get(y, 0) for y in c.out[-2:]))
-        for i, x in enumerate(others)
-    )
-    return geometry, (left, right), strides
+    _, _, *extra_strides = zip(*(dim.extra for dim in (*batch, m, n)), strict=True)
+    return geometry, (left, right), tuple(extra_strides)
 
 
-def _are_rows(dim: Dimension, m: int, n: int, k: int, scales: Scales, extra: Sequence[int]) -> bool:
-    """Whether a batch dimension continues the rows of ``lhs``, which has it alone.
-
-    ``extra`` has the strides of the rows of extra arrays.
-    """
-    blocks, rest = divmod(m, scales.block_rows)
-    strides = (dim.extra[0], *dim.extra[2:])
-    wanted = (blocks * scales.row_stride, *(m * x for x in extra))
-    continues = scales.row_stride and strides == wanted
-    return (dim.lhs, dim.rhs, dim.out) == (m * k, 0, m * n) and bool(continues) and not rest
+def _continues(dim: Dimension, rows: Dimension, scales: Scales) -> bool:
+    """Whether a batch dimension continues the rows of ``lhs``, which has it alone."""
+    blocks, rest = divmod(rows.size, scales.block_rows)
+    strides = (rows.lhs, rows.rhs, rows.out, *rows.extra[2:])
+    wanted = (blocks * scales.row_stride, *(rows.size * x for x in strides))
+    own = (dim.extra[0], dim.lhs, dim.rhs, dim.out, *dim.extra[2:])
+    return own == wanted and scales.row_stride > 0 and not rest

@@ -40,9 +40,9 @@ from jax_tilekern.ops.products.epilogues import (
 from jax_tilekern.ops.products.fused_lowering import fused_kernel
 from jax_tilekern.ops.products.groups import used
 from jax_tilekern.ops.products.scaled_layout import (
+    scaled_geometry,
     scales_in_memory,
     stored_scales,
-    strided_product,
     with_columns_first,
 )
 from jax_tilekern.ops.products.scaled_operands import dequantized, refuse_tangent
@@ -279,7 +279,7 @@ def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
 
     def state(_: Any, out_dtype: np.dtype[Any], extra: Sequence[Labels] = ()) -> LoweredProduct:
         shapes = [x.aval.shape for x in (*factors, *bounds)]
-        geometry, placed, strides = strided_product(
+        geometry, placed, strides = scaled_geometry(
             call.contraction, shapes, scales, [x.strides for x in stored], extra
         )
         left, right = (x.aval.dtype for x in factors)
