@@ -1,10 +1,11 @@
 """Fail if a wheel lacks a part of the product, has one of the repository, or is for one machine.
 
-python .ci/check_wheel.py WHEEL
+python .ci/check_wheel.py WHEEL [GLIBC]    the newest glibc that it may need, 2.28 for example
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import zipfile
@@ -15,8 +16,6 @@ FOLDERS = {
     "cli", "compilation", "cuda", "epilogue", "fusion", "inspection", "interop", "ops",
     "out_of_core", "partitioning", "plans", "primitives", "tuning",
 }  # fmt: skip
-# What `manylinux_2_28` has.
-NEWEST_GLIBC = (2, 28)
 SUFFIXES = {".py", ".pyi", ".so", ".cuh"}
 DATA = {
     "jax_tilekern/py.typed",
@@ -50,8 +49,9 @@ def problems(names: list[str]) -> list[str]:
     return found
 
 
-def platform_problems(name: str) -> list[str]:
-    """Return what is wrong with the platforms in a wheel's file name."""
+def platform_problems(name: str, newest: str = "") -> list[str]:
+    """Return what is wrong with the platforms in the file name of a wheel that needs a glibc."""
+    limit = tuple(map(int, newest.split("."))) if newest else (math.inf,)
     found = []
     for platform in name.removesuffix(".whl").rpartition("-")[2].split("."):
         glibc = re.match(r"manylinux_(\d+)_(\d+)_", platform)
@@ -60,12 +60,13 @@ def platform_problems(name: str) -> list[str]:
                 f"{name} is for {platform}, which says nothing of the libraries that it needs; "
                 "auditwheel repair finds the tag of manylinux"
             )
-        elif glibc is not None and tuple(map(int, glibc.groups())) > NEWEST_GLIBC:
-            found.append(f"{name} needs glibc {glibc[1]}.{glibc[2]}, and wheels need 2.28 at most")
+        elif glibc is not None and tuple(map(int, glibc.groups())) > limit:
+            found.append(f"{name} needs glibc {glibc[1]}.{glibc[2]}, which is newer than {newest}")
     return found
 
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
     with zipfile.ZipFile(path) as wheel:
-        sys.exit("\n".join(problems(wheel.namelist()) + platform_problems(path.name)) or 0)
+        found = problems(wheel.namelist()) + platform_problems(path.name, *sys.argv[2:])
+    sys.exit("\n".join(found) or 0)

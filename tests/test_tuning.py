@@ -217,7 +217,6 @@ def test_candidates_are_measured_if_they_are_right(x64):
     assert set(found(f64, right, wrong=lambda a, b: right(a, b) * (1 + 1e-10))) == {"wrong"}
 
 
-@pytest.mark.skipif(on_gpu(), reason="the profile of a CPU shows no device")
 @pytest.mark.skipif(on_gpu(), reason="tunes here")
 @pytest.mark.parametrize("target", [contextlib.nullcontext, lambda: jtk.gpu_target("H100")])
 def test_tuning_needs_a_gpu_to_measure_on(target):
@@ -228,6 +227,7 @@ def test_tuning_needs_a_gpu_to_measure_on(target):
         jtk.tune(jtk.matmul, jnp.ones((8, 8)), jnp.ones((8, 8)))
 
 
+@pytest.mark.skipif(on_gpu(), reason="the profile of a CPU shows no device")
 def test_times_that_cannot_be_attributed_are_an_error(monkeypatch):
     monkeypatch.setattr(product_timing, "_MOST_CALLS", 2)
     with pytest.raises(Unattributed, match=r"the kernels of each candidate: .* tune"):

@@ -51,10 +51,11 @@ def test_a_missing_part_is_named(names):
 
 def test_a_wheel_names_the_manylinux_that_it_is_for():
     name = "jax_tilekern-0.1.0-cp312-abi3-manylinux_2_{}_x86_64.whl"
-    assert platform_problems(name.format("26_x86_64.manylinux_2_28")) == []
+    assert platform_problems(name.format("26_x86_64.manylinux_2_28"), "2.28") == []
+    assert platform_problems(name.format(34)) == []
     assert platform_problems("jax_tilekern-0.1.0-cp312-abi3-manylinux2014_aarch64.whl") == []
-    (problem,) = platform_problems(name.format(34))
-    assert "needs glibc 2.34" in problem
+    (problem,) = platform_problems(name.format(34), "2.28")
+    assert "needs glibc 2.34, which is newer than 2.28" in problem
     (problem,) = platform_problems("jax_tilekern-0.1.0-cp312-abi3-linux_x86_64.whl")
     assert "is for linux_x86_64" in problem
 
@@ -75,7 +76,6 @@ def test_every_build_is_for_the_same_glibc():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
     images = {settings[f"manylinux-{arch}-image"] for arch in ("x86_64", "aarch64")}
     (glibc,) = re.findall(r"^glibc=(\d+\.\d+)$", (ROOT / ".ci" / "wheels").read_text(), re.M)
-    assert tuple(map(int, glibc.split("."))) == CHECKS["NEWEST_GLIBC"]
     assert images == {f"manylinux_{glibc.replace('.', '_')}"}
     assert f"glibc {glibc} and later" in (ROOT / "docs" / "compatibility.md").read_text()
     variants = (ROOT / ".ci" / "conda" / "variants.yaml").read_text()

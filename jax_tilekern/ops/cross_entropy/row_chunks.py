@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax import Array, lax
 
 from jax_tilekern.epilogue.row_reductions import row_max, row_sum
 from jax_tilekern.ops.cross_entropy.logits import Layer, over_chunks, row_losses
+from jax_tilekern.plans.policy import current_policy, policy
 
 # Every chunk reads and writes the cotangent of w, so it has at least this many rows.
 _MIN_ROWS = 1024
@@ -59,6 +61,11 @@ def supports(layer: Layer) -> bool:
     has_range = layer.narrow in (np.float32, jnp.bfloat16)
     is_aligned = all(x % 8 == 0 for x in layer.w.shape)
     return has_range and is_aligned and not layer.options.label_smoothing
+
+
+def _memory_of_chunks() -> AbstractContextManager[None]:
+    """Return a context in which a product is a kernel, because XLA's stores the accumulators."""
+    return policy("kernels") if current_policy() == "auto" else nullcontext()
 
 
 def loss_and_cotangents(
@@ -139,19 +146,20 @@ def loss_and_cotangents(
 
     def all_chunks(shifts: Array | None, estimate: Array) -> _Carry:
         has_remainder = 1 in wanted and table.dtype.itemsize < wide.itemsize
-        return over_chunks(
-            rows.shape[0],
-            _chunk_rows(rows.shape[0], layer.bias.size * narrow.itemsize, options.chunk_bytes),
-            functools.partial(add_chunk, shifts),
-            _Carry(
-                jnp.zeros_like(estimate),
-                jnp.zeros_like(rows[:, 0], wide),
-                estimate,
-                jnp.zeros_like(estimate, bool),
-                layer.zero_cotangents(wanted, h_dtype),
-                jnp.zeros_like(table) if has_remainder else None,
-            ),
-        )
+        with _memory_of_chunks():
+            return over_chunks(
+                rows.shape[0],
+                _chunk_rows(rows.shape[0], layer.bias.size * narrow.itemsize, options.chunk_bytes),
+                functools.partial(add_chunk, shifts),
+                _Carry(
+                    jnp.zeros_like(estimate),
+                    jnp.zeros_like(rows[:, 0], wide),
+                    estimate,
+                    jnp.zeros_like(estimate, bool),
+                    layer.zero_cotangents(wanted, h_dtype),
+                    jnp.zeros_like(table) if has_remainder else None,
+                ),
+            )
 
     sample = layer.product("rd,dv->rv", rows[:_SAMPLED_ROWS], table, lambda x: x)
     estimate = _finite(options.logit(sample, layer.bias).max(1)).mean()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.interop.originals import jnp
 
 # The longest transform, and the largest prime factor of its length.
 _MOST_POINTS, _LARGEST_PRIME = 64, 31

@@ -51,9 +51,12 @@ from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKe
 # Where A and B are swapped, an epilogue reads its matrices across their rows, element by element.
 _ACROSS_ROWS = 1.1
 # Splits of fewer k-tiles spend their time on filling the pipeline. More splits than there are idle
-# SMs for balance the rounds of work tiles, and each costs a pass over the partial results.
+# SMs for balance the rounds of work tiles, and each costs a pass over the partial results. These
+# take a part of the L2 cache, next to the operands: those that go to memory take more time than
+# they save.
 _MIN_SPLIT_K_TILES = 8
 _MAX_SPLITS = 12
+_L2_SHARE_OF_SPLITS = 0.5
 
 
 PLAIN = Variant(
@@ -223,7 +226,9 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
     for tile, oriented in oriented_tiles(
         view, variant.tiles, gpu, swaps=variant.swaps, store_row_bytes=variant.store_row_bytes
     ):
-        for splits in _split_counts(tile, oriented, gpu) if variant.has_passes else (1,):
+        for splits in (
+            _split_counts(tile, oriented, _outputs(product), gpu) if variant.has_passes else (1,)
+        ):
             plain = instance_for(tile, oriented, how.promote, splits, gpu)
             instance = variant.instance(product, oriented, plain, gpu)
             if instance is None:
@@ -335,12 +340,16 @@ def _with_split_output(
     )
 
 
-def _split_counts(tile: WgmmaTile, view: OrientedProduct, gpu: Gpu) -> Iterator[int]:
+def _split_counts(tile: WgmmaTile, view: OrientedProduct, outputs: int, gpu: Gpu) -> Iterator[int]:
     """Yield 1, and up to three factors of split-K that leave SMs idle for less of the time."""
     yield 1
     work_tiles = dense_tiles(tile, view)
     k_tiles = math.ceil(view.k * view.lhs_dtype.itemsize / TILE_ROW_BYTES)
-    most = min(max(gpu.available_sms // work_tiles, _MAX_SPLITS), k_tiles // _MIN_SPLIT_K_TILES)
+    most = min(
+        max(gpu.available_sms // work_tiles, _MAX_SPLITS),
+        k_tiles // _MIN_SPLIT_K_TILES,
+        int(_L2_SHARE_OF_SPLITS * gpu.l2_bytes / (4 * max(1, outputs))),
+    )
     useful = []
     least = math.ceil(work_tiles / gpu.available_sms) * k_tiles
     for splits in range(2, most + 1):
