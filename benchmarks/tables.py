@@ -318,15 +318,17 @@ def _curves(name: str) -> str:
 
 def lanes() -> Iterator[str]:
     """Yield a table of each call of ``kernel`` that an H200 has measured."""
-    path = "h200/jax_kernel"
-    rows = record(path)["rows"]
+    # The second one has other rows, and the same ones by other numbers of threads.
+    paths = "h200/jax_kernel", "h200/jax_kernel_threads"
+    found = {path: {row["name"]: row for row in record(path)["rows"]} for path in paths}
     cells = (
-        (row["name"], *(duration(row["seconds"][x]) for x in ("XLA", "ours")),
+        (name, *(duration(row["seconds"][x]) for x in ("XLA", "ours")),
          _number(row["ratio"]["XLA"]))
-        for row in rows
+        for name, row in {**found[paths[1]], **found[paths[0]]}.items()
     )  # fmt: skip
     yield from table(("call", "`jax.vmap`", "`jtk.kernel`", "speedup"), cells)
-    yield f"\n{_source(path, rows, '..')}"
+    for path, rows in found.items():
+        yield f"\n{_source(path, list(rows.values()), '..')}"
 
 
 def tests() -> Iterator[str]:
