@@ -78,7 +78,7 @@ CALLS = {
     "linear": [
         *refused_functions("activation", lambda f, activation: f(X, W, None, activation)),
         *refused_functions("activation", lambda f, activation: f(X, W, W[0], activation)),
-        (lambda f: f(X, W, jnp.ones(5)), r"b has shape \(5,\)"),
+        (lambda f: f(X, W, jnp.ones(5)), r"bias has shape \(5,\)"),
     ],
     "gated_linear": [
         *refused_functions("activation", lambda f, activation: f(X, W, W, activation)),
