@@ -310,7 +310,7 @@ def complex_loops(x, y):
     def step(psi, _):
         psi = psi - 0.1j * hamiltonian @ psi
         psi = psi / jnp.sqrt(jnp.sum(jnp.abs(psi) ** 2))
-        return psi, (psi, psi[0].real)
+        return psi, (psi, psi.real)
 
     _, count = lax.while_loop(
         lambda state: (jnp.abs(state[0]) < 2) & (state[1] < 9),
@@ -324,7 +324,9 @@ def complex_arrays(x, i):
     return (
         x[i], x.at[i].set(1j), x.at[i].add(x[0]), x.sum(), x.cumsum(), x.reshape(2, 3).T,
         jnp.concatenate([x, x.conj()]), jnp.pad(x, 1), jnp.vdot(x, x), x.mean(), x[::-1],
-        lax.cond(i > 2, lambda x: x * 1j, lambda x: x + 1, x),
+        lax.cond(i > 2, lambda x: x * 1j, lambda x: x + 1, x), jnp.where(x.real > 0, x, 1j),
+        x.real.reshape(2, 3) @ x.reshape(3, 2), x.reshape(2, 3) @ x.imag.reshape(3, 2),
+        jax.vmap(lambda x: lax.while_loop(lambda x: abs(x) < 2, lambda x: 2 * x + 1j, x))(x),
     )  # fmt: skip
 
 
@@ -424,9 +426,10 @@ def gradients():
         return of(with_derivatives, map_, a, x)
 
     def of_complex(map_, x, y):
-        (psi, (states, _)), _ = map_(complex_loops)(x, y)
+        (psi, (states, parts)), _ = map_(complex_loops)(x, y)
         spectra = map_(lambda x: jnp.fft.irfft(jnp.fft.rfft(jnp.abs(x)) ** 2, 3))(y)
-        return jnp.sum(jnp.abs(psi - 1) ** 3) + jnp.sum(states.imag**2) + jnp.sum(spectra**2)
+        of_states = jnp.sum(states.imag**2 + parts**2)
+        return jnp.sum(jnp.abs(psi - 1) ** 3) + of_states + jnp.sum(spectra**2)
 
     numbers = np.arange(N, dtype=np.int32) % 3
     return {

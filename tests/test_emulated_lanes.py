@@ -33,7 +33,7 @@ def walks(x, y):
 
     sum_, (found, signs) = jax.lax.scan(step, 0.0, (x, y[:, 0]))
     changed = jax.lax.fori_loop(0, 50, lambda i, x: x.at[2 * i].add(x[2 * i + 1]), x)
-    return sum_, found, signs, changed, y
+    return sum_, found, signs, changed, y, y
 
 
 # Two dimensions of lanes, more than a CTA has.
@@ -42,7 +42,7 @@ ROWS = walks, (lane_functions.normal(5, 9, 100), lane_functions.normal(5, 9, 100
 
 def rows_by(map_):
     function, args = ROWS
-    return jax.vmap(map_(function)), args
+    return jax.vmap(map_(function, out_axes=(0, 0, 0, 0, 0, 1))), args
 
 
 # Random programs of the default selection.

@@ -109,6 +109,7 @@ def long_arrays(x):
         jnp.concatenate([x, x[:3]])[::-1], jnp.roll(rows, 3, 1), x[integers_of(30, low=0) % 100],
         jnp.pad(x, (2, 30)), x.at[jnp.arange(40) % 7].add(1.0), jax.nn.softmax(x), x > x.mean(),
         jnp.any(x > 2.2), x[:0].sum(), jnp.concatenate([x[:0], x])[5], x[:0].max(initial=3.0),
+        x[:0].reshape(0, 20) @ x[:60].reshape(20, 3),
     )  # fmt: skip
 
 

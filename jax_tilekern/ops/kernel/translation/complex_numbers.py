@@ -91,17 +91,22 @@ def _parts(values: Iterable[Any]) -> list[Any]:
     return [part for x in values for part in (x if isinstance(x, _Pair) else (x,))]
 
 
-def _split(x: Any) -> Any:
-    """Return a constant by its parts."""
-    if isinstance(x, _Pair) or not _is_complex(jnp.result_type(x)):
+def _split(x: Any, aval: Any) -> Any:
+    """Return a value, of which a complex constant is a pair of arrays or NumPy scalars."""
+    if isinstance(x, _Pair) or not _is_complex(aval.dtype):
         return x
-    return _Pair(np.real(x), np.imag(x))
+    return _Pair(*(np.asarray(part(x), part_type(aval.dtype))[()] for part in (np.real, np.imag)))
+
+
+def _all_split(values: Iterable[Any], atoms: Iterable[Any]) -> list[Any]:
+    return [_split(x, atom.aval) for x, atom in zip(values, atoms, strict=True)]
 
 
 def _evaluated(closed: Any, operands: Sequence[Any]) -> list[Any]:
-    consts = [_split(x) for x in closed.consts]
-    results = compat.eval_jaxpr_by(_equation, closed.jaxpr, consts, operands)
-    return [_split(x) for x in results]
+    jaxpr = closed.jaxpr
+    consts = _all_split(closed.consts, jaxpr.constvars)
+    results = compat.eval_jaxpr_by(_equation, jaxpr, consts, operands)
+    return _all_split(results, jaxpr.outvars)
 
 
 def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -109,7 +114,7 @@ def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
     inner = [compat.closed_jaxpr(x) for x in compat.jaxprs_of(eqn)]
     if not _touches(eqn) and not any(map(_has_complex, inner)):
         return compat.bind_equation(eqn, operands)
-    operands = [_split(x) for x in operands]
+    operands = _all_split(operands, eqn.invars)
     with compat.traced_from(eqn), located(eqn):
         if name in _CONTROL:
             return _CONTROL[name](eqn, *operands)
@@ -138,15 +143,20 @@ def _scan(eqn: Any, *operands: Any) -> list[Any]:
 
 
 def _while(eqn: Any, *operands: Any) -> list[Any]:
-    condition, body = (compat.closed_jaxpr(eqn.params[f"{x}_jaxpr"]) for x in ("cond", "body"))
-    second = eqn.params["cond_nconsts"]
-    first = second + eqn.params["body_nconsts"]
-    found: list[Any] = lax.while_loop(
-        lambda state: _evaluated(condition, [*operands[:second], *state])[0],
-        lambda state: _evaluated(body, [*operands[second:first], *state]),
-        [*operands[first:]],
-    )
-    return found
+    # Under a vmap, the condition has an element for each of those that it maps, which
+    # ``lax.while_loop`` refuses.
+    first = eqn.params["cond_nconsts"]
+    second = first + eqn.params["body_nconsts"]
+    params = {
+        "cond_nconsts": len(_parts(operands[:first])),
+        "body_nconsts": len(_parts(operands[first:second])),
+        **{
+            name: without_complex(compat.closed_jaxpr(eqn.params[name]))
+            for name in ("cond_jaxpr", "body_jaxpr")
+        },
+    }
+    found = eqn.primitive.bind(*_parts(operands), **{**eqn.params, **params})
+    return _joined(found, (x.aval for x in eqn.outvars))
 
 
 def _cond(eqn: Any, index: Any, *operands: Any) -> list[Any]:
@@ -269,13 +279,18 @@ def _converted(eqn: Any, x: Any) -> Any:
     return _Pair(re, x.im.astype(real)) if _is_complex(target) else re
 
 
-def _dot_general(eqn: Any, x: _Pair, y: _Pair) -> _Pair:
+def _dot_general(eqn: Any, x: Any, y: Any) -> _Pair:
     wanted = eqn.params["preferred_element_type"]
     params = {
         **eqn.params,
         "preferred_element_type": None if wanted is None else part_type(wanted),
     }
     dot = functools.partial(eqn.primitive.bind, **params)
+    # One operand may be real.
+    if not isinstance(x, _Pair):
+        return _Pair(dot(x, y.re), dot(x, y.im))
+    if not isinstance(y, _Pair):
+        return _Pair(dot(x.re, y), dot(x.im, y))
     return _Pair(dot(x.re, y.re) - dot(x.im, y.im), dot(x.re, y.im) + dot(x.im, y.re))
 
 
@@ -292,9 +307,11 @@ def _fft(eqn: Any, x: Any) -> Any:
 
 
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "abs": _size, "complex": _Pair, "cos": _cos, "cosh": _cosh, "div": _quotient, "exp": _exp,
+    "abs": _size, "cos": _cos, "cosh": _cosh, "div": _quotient, "exp": _exp,
     "log": _log, "mul": _product, "pow": _power, "sign": _sign, "sin": _sin, "sinh": _sinh,
     "sqrt": _sqrt,
+    # A literal may be a scalar.
+    "complex": lambda x, y: _Pair(*jnp.broadcast_arrays(x, y)),
     "eq": lambda x, y: (x.re == y.re) & (x.im == y.im),
     "imag": lambda x: x.im,
     "ne": lambda x, y: (x.re != y.re) | (x.im != y.im),

@@ -129,7 +129,7 @@ def _reductions(
     if writer.is_deferred(eqn):
         return writer.deferred(dtype, kept_shape, result, operands)
     size = math.prod(kept_shape)
-    if size != 1 and writer.is_unrolled(size) and writer.is_spread(math.prod(shape)):
+    if size > 1 and writer.is_unrolled(size) and writer.is_spread(math.prod(shape)):
         buffer = writer.array(dtype, kept_shape)
         _accumulated_together(writer, buffer, kind, shape, element, common)
         return in_memory(buffer)

@@ -179,17 +179,17 @@ def _written(
                 inputs.append(in_memory(writer.owned(dataclasses.replace(buffer, wide=False))))
             else:
                 inputs.append(writer.evaluated(in_memory(buffer)))
-    # A part of a complex result is no row.
-    whole = [x.parts == 1 for x in results for _ in range(x.parts)]
+    are_rows = [x.row is not None for x in results for _ in range(x.parts)]
     places = [buffer for i, x in enumerate(results) for buffer in x.buffers(f"py{i}")]
     found = writer.jaxpr(closed, inputs, places)
     if isinstance(writer, GroupWriter):
         for buffer in writer.loaded_by_rows:
             alignments[int(buffer.name.removeprefix("px"))] = VECTOR
     stores = []
-    for is_whole, place, value in zip(whole, places, found, strict=True):
+    for is_row, place, value in zip(are_rows, places, found, strict=True):
         computed_type(value.dtype)
-        row = rows.get(value.whole.name) if is_whole and value.whole else None
+        # A result that lies otherwise, or the part of a complex one, is stored element by element.
+        row = rows.get(value.whole.name) if is_row and value.whole else None
         if row is None:
             if value.whole is not place:
                 writer.filled(value, place)
