@@ -51,10 +51,10 @@ def diagnostics(draws: np.ndarray) -> tuple[float, float]:
     transformed = np.fft.rfft(halves - halves.mean(axis=1, keepdims=True), 2 * n)
     covariance = np.fft.irfft(np.abs(transformed) ** 2)[:, :n].mean(axis=0) / (n - 1)
     correlation = 1 - (within - covariance) / total
-    # Sums of neighbours are positive in a reversible chain, until noise hides them.
-    pairs = correlation[: n - 1 : 2] + correlation[1::2]
-    count = int(np.argmax(pairs < 0)) if (pairs < 0).any() else len(pairs)
-    return float(np.sqrt(total / within)), halves.size / (2 * pairs[:count].sum() - 1)
+    # Sums of neighbours are positive and fall in a reversible chain, until noise hides them
+    # (Geyer 1992).
+    pairs = np.minimum.accumulate(correlation[: n - 1 : 2] + correlation[1::2])
+    return float(np.sqrt(total / within)), halves.size / (2 * pairs[pairs > 0].sum() - 1)
 
 
 def main() -> np.ndarray:
