@@ -171,15 +171,15 @@ def test_chains_of_nuts_agree(capsys):
 def test_diagnostics_of_draws_that_are_known(rng):
     pytest.importorskip("blackjax")
     diagnostics = example("samplers").diagnostics
-    noise = rng.normal(size=(64, 400))
+    noise = rng.normal(size=(64, 4000))
     r_hat, size = diagnostics(noise)
     assert abs(r_hat - 1) < 0.01
     assert 0.8 < size / noise.size < 1.25
     # An autoregression of 0.9 has a 19th of the draws' worth.
     correlated = noise.copy()
-    for t in range(1, 400):
+    for t in range(1, noise.shape[1]):
         correlated[:, t] = 0.9 * correlated[:, t - 1] + noise[:, t] * np.sqrt(0.19)
-    assert 0.5 < diagnostics(correlated)[1] / (noise.size / 19) < 1.6
+    assert 0.7 < diagnostics(correlated)[1] / (noise.size / 19) < 1.4
     assert diagnostics(noise + 3 * rng.normal(size=(64, 1)))[0] > 2
 
 
