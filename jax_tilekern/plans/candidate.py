@@ -85,8 +85,8 @@ def ranked_candidates(
     return sorted(found, key=lambda candidate: candidate.cycles) if found else refusal
 
 
-# A kernel that spills more bytes a thread is not chosen on Hopper. On other GPUs, where no speed of
-# spilled registers was measured, none that spills is.
+# A kernel of wgmma that spills more bytes a thread is not chosen. Of other kernels, for which no
+# speed of spilled registers was measured, none that spills is.
 _FEW_SPILLED_BYTES = 256
 # The part of a kernel's time that a spilled byte takes on Hopper, an estimate: exponentials of a
 # cross-entropy took 1.6 ms with 148 bytes in tiles of 128x256, and 1.8 ms with none in 128x128.
@@ -102,7 +102,6 @@ def fused_plan(
 
     Candidates come best first. None of more cycles than ``limit`` is taken.
     """
-    allowed = _FEW_SPILLED_BYTES if gpu.compute_capability == (9, 0) else 0
     spilled: dict[str, int] = {}
     plans: list[tuple[float, LaunchPlan]] = []
     for candidate in candidates:
@@ -117,7 +116,8 @@ def fused_plan(
         bytes_ = max(entry.spill_bytes for entry in entries)
         if bytes_ > 0:
             spilled[candidate.kind] = candidate.accumulators
-        if bytes_ > allowed:
+        is_wgmma = any("wgmma" in entry.name for entry in entries)
+        if bytes_ > (_FEW_SPILLED_BYTES if is_wgmma else 0):
             continue
         slower = 1 + bytes_ * _SPILLED_BYTE
         if any(entry.serialized for entry in entries):
