@@ -1,9 +1,11 @@
 """Random calls of the public operations at the defaults, compared with wider arithmetic.
 
 ``python tests/fuzz.py --calls 1000 --seed 7`` prints totals for each operation and the worst
-calls. The bound on each element's error follows from the arithmetic that ``docs/design.md``
-promises: products of 16-bit and 8-bit types are exact, sums are in float32 at least, and the result
-is rounded once. ``unit * terms * sum(|a| |b|)`` bounds the error of a sum in any order.
+calls. A seed and an index draw a call, and ``--first INDEX --calls 1`` draws it again.
+
+The bound on each element's error follows from the arithmetic that ``docs/design.md`` promises:
+products of 16-bit and 8-bit types are exact, sums are in float32 at least, and the result is
+rounded once. ``unit * terms * sum(|a| |b|)`` bounds the error of a sum in any order.
 """
 
 from __future__ import annotations
@@ -11,9 +13,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
+import json
 import math
+import multiprocessing
+import os
+import shlex
 import sys
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +36,10 @@ from benchmarks.catalog.bounds import COMPLEX, FP8, is_float
 from benchmarks.catalog.call import Call
 from benchmarks.catalog.draw import Draw
 from benchmarks.catalog.oracles import ORACLES
+from benchmarks.record import device_name, environment
 
+# How long a call may take that begins at the end of the time.
+GRACE_SECONDS = 30
 MODES = ("eager", "jit", "vmap", "grad")
 
 
@@ -190,31 +202,95 @@ def outcomes(rng, calls, operation=None, policy=None):
         yield run(draw, description.draw(draw), policy, description.own_types)
 
 
+class _Found(NamedTuple):
+    """An outcome as processes send it."""
+
+    operation: str
+    ratio: float | None
+    failed: bool
+    known: str | None
+    text: str
+
+
+def _in_process(task):
+    """Return an index and what its call gave, or ``None`` after the end of the time."""
+    seed, index, operation, end = task
+    if time.time() > end:
+        return index, None
+    outcome = next(outcomes(np.random.default_rng([seed, index]), 1, operation))
+    name, text = outcome.call.operation, str(outcome)
+    return index, _Found(name, outcome.ratio, outcome.failed, outcome.known, text)
+
+
+def _found(tasks, processes, end):
+    """Yield the indices and outcomes of calls until the end of the time, as they come."""
+    if processes == 1:
+        yield from map(_in_process, tasks)
+        return
+    # The processes share one GPU, of whose memory CUDA takes some in each.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.5 / processes:.4f}")
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        results = pool.imap_unordered(_in_process, tasks)
+        with contextlib.suppress(StopIteration, multiprocessing.TimeoutError):
+            # The call of a process that ended gives nothing.
+            while True:
+                yield results.next(max(0, end - time.time()) + GRACE_SECONDS)
+
+
+def record(found, lost):
+    """Return what a run found, and where."""
+    return {
+        "command": shlex.join(["python", "tests/fuzz.py", *sys.argv[1:]]),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device_name(),
+        **environment(),
+        "calls": len(found),
+        "refused": sum(x.ratio is None for x in found.values()),
+        "wrong": {i: x.text for i, x in found.items() if x.failed and x.known is None},
+        "known": {i: x.known for i, x in found.items() if x.failed and x.known is not None},
+        "lost": lost,
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the index of the first call")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--operation", choices=DESCRIPTIONS)
     parser.add_argument("--worst", type=int, default=10, help="how many calls to print")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no calls after it")
+    parser.add_argument("--json", type=Path, help="write counts, wrong calls and versions here")
     options = parser.parse_args()
-    rng = np.random.default_rng(options.seed)
-    found = []
-    for outcome in outcomes(rng, options.calls, options.operation):
-        found.append(outcome)
+    end = time.time() + options.seconds
+    indices = range(options.first, options.first + options.calls)
+    found, skipped = {}, 0
+    tasks = [(options.seed, i, options.operation, end) for i in indices]
+    for index, outcome in _found(tasks, options.processes, end):
+        if outcome is None:
+            skipped += 1
+            continue
+        found[index] = outcome
         if outcome.failed:
-            print(outcome, flush=True)
+            print(f"{index}: {outcome.text}", flush=True)
+    lost = options.calls - len(found) - skipped
+    if options.json is not None:
+        options.json.write_text(json.dumps(record(found, lost), indent=1) + "\n")
+    found = list(found.values())
     print(f"{'operation':22}  calls  refused  failed  largest error / bound")
-    for operation in sorted({x.call.operation for x in found}):
-        own = [x for x in found if x.call.operation == operation]
+    for operation in sorted({x.operation for x in found}):
+        own = [x for x in found if x.operation == operation]
         refused = sum(x.ratio is None for x in own)
         largest = max((x.ratio for x in own if x.ratio is not None), default=0.0)
         failed = sum(x.failed for x in own)
         print(f"{operation:22} {len(own):6} {refused:8} {failed:7}  {largest:.3g}")
     worst = sorted((x for x in found if x.ratio is not None), key=lambda x: -x.ratio)
-    print("\nworst:")
+    print(f"\n{len(found)} calls, {lost} lost with their processes; worst:")
     for outcome in worst[: options.worst]:
-        print(outcome)
-    raise SystemExit(any(x.failed for x in found))
+        print(outcome.text)
+    raise SystemExit(lost > 0 or any(x.failed for x in found))
 
 
 if __name__ == "__main__":
