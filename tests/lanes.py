@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import emulated_plans
 import jax
+import numpy as np
 from filelock import FileLock
 from jaxprs import parameters
 
@@ -92,7 +93,15 @@ class Emulated:
 
     def _run(self, eqn, operands):
         kernel = self._kernel(eqn)
-        outputs = [(x.aval.shape, x.aval.dtype) for x in eqn.outvars]
+        results = [x.aval for x in eqn.outvars]
+        dims = [*map(np.ndim, operands), *(x.ndim for x in results)]
+        orders = kernel.orders or [tuple(range(n)) for n in dims]
+        of_results = orders[len(operands) :]
+        operands = [np.transpose(x, order) for x, order in zip(operands, orders, strict=False)]
+        outputs = [
+            (tuple(x.shape[d] for d in order), x.dtype)
+            for x, order in zip(results, of_results, strict=True)
+        ]
         request = self._requests[self._numbers[kernel.text]]
         launch = SimpleNamespace(
             entry=SimpleNamespace(name=request.name, cubin=b""),
@@ -105,10 +114,11 @@ class Emulated:
         )
         workspace = max(1, kernel.workspace_bytes)
         plan = SimpleNamespace(name=request.name, launches=(launch,), workspace_bytes=(workspace,))
-        return emulated_plans.run_plan(
+        found = emulated_plans.run_plan(
             plan, {(request.name, b""): request}, operands, outputs, options=OPTIONS,
-            requests=self._requests, backwards=self.backwards,
+            requests=self._requests, backwards=self.backwards, late=("writes",),
         )  # fmt: skip
+        return [np.transpose(x, np.argsort(y)) for x, y in zip(found, of_results, strict=True)]
 
     def _kernel(self, eqn):
         avals = [x.aval for x in eqn.invars]

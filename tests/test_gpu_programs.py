@@ -15,6 +15,7 @@ from nvrtc_mark import needs_nvrtc
 
 import jax_tilekern as jtk
 from benchmarks import sharded as sharded_programs
+from benchmarks.lane_libraries import recurrent
 from benchmarks.sharded_bytes import SLACK, bytes_sent, collectives
 from jax_tilekern.ops.mixture import moe
 from jax_tilekern.partitioning import call
@@ -71,6 +72,13 @@ READ_IN_PLACE = {
     ),
     "a permutation": (
         lambda x: jtk.transpose(x, (0, 2, 1)), (array(16, 1023, 1023),), {"transpose": 1},
+    ),
+    "values that groups of threads save": (
+        lambda w, u, x: jax.grad(
+            lambda w: jnp.sum(jtk.kernel(recurrent, in_axes=(None, 0), threads=64)(w, x) ** 2)
+        )((w, u)),
+        tuple(array(*shape, dtype=np.float32) for shape in ((64, 16), (64, 64), (512, 128, 16))),
+        {"groups_jvp_recurrent_64_": 1, "groups_transposed_tangent_of_jvp_recurrent_64_": 1},
     ),
     "decompositions of batches": (
         jtk.linalg.svd, (array(10000, 3, 3, dtype=np.float32),), {"matrix_svd_float32_3x": 1},

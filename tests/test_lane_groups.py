@@ -25,7 +25,7 @@ from test_emulated_lanes import (
 import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.ops.kernel.kernel import write_kernel
-from jax_tilekern.ops.kernel.translation import text
+from jax_tilekern.ops.kernel.translation import groups, text
 from jax_tilekern.ops.kernel.translation.groups import GroupWriter
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
@@ -85,9 +85,10 @@ def test_whole_table(tmp_path, threads, of_gradients):
         assert_both_orders(emulated, name, args, raw(jax.jit(function)(*args)))
 
 
-@pytest.mark.parametrize("threads", [32, 64])
+@pytest.mark.parametrize(("threads", "near"), [(32, groups.NEARBY_BYTES), (64, 0)])
 @pytest.mark.one_in(2)
-def test_is_vmap(tmp_path, threads):
+def test_is_vmap(tmp_path, monkeypatch, threads, near):
+    monkeypatch.setattr(groups, "NEARBY_BYTES", near)
     traced = {
         name: jax.make_jaxpr(lambda *args, f=f: raw(f(*args)))(*args)
         for name, (f, args) in cases(jtk.kernel).items()

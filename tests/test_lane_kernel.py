@@ -186,6 +186,23 @@ def test_what_a_step_needs_is_saved_if_it_is_about_its_state():
     assert "checkpoint" not in str(jax.make_jaxpr(jax.grad(loss_of(f, jtk.kernel)))(*args))
 
 
+@pytest.mark.parametrize(("bytes_", "arrays"), [(12_000, 2), (4000, 0)])
+def test_what_a_step_needs_is_saved_if_computing_it_again_takes_long(monkeypatch, bytes_, arrays):
+    """A product with a matrix takes 64 operations for each number that a step needs."""
+    monkeypatch.setattr(lane_checkpoints, "MAX_SAVED_BYTES", bytes_)
+
+    def f(state, matrix):
+        return lax.scan(lambda s, _: (jnp.tanh(matrix @ s), None), state, None, length=20)[0]
+
+    mapped = jtk.kernel(f, in_axes=(0, None))
+    jaxpr = jax.make_jaxpr(lambda s, m: jax.vjp(lambda m: mapped(s, m), m)[1])(
+        np.zeros((2, 64), np.float32), np.zeros((64, 64), np.float32)
+    )
+    # The state and the derivative of tanh, of 10 kB each, or the states of some steps.
+    saved = [x for x in jaxpr.jaxpr.outvars if x.aval.shape == (20, 64, 2)]
+    assert len(saved) == arrays
+
+
 @pytest.mark.parametrize("checkpoint", [None, 7])
 def test_residuals_that_depend_on_no_operand(checkpoint):
     """The index of a loop, which is the same for all lanes, and under vmap for all of a batch."""

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "lanes.cuh"
+#include "ptx.cuh"
 
 namespace tilekern::lax {
 
@@ -30,6 +31,15 @@ inline void group_barrier() {
     __syncwarp();
   } else {
     __syncthreads();
+  }
+}
+
+// Begins to copy elements that are `step` apart to shared memory.
+template <int kThreads, int kSize, typename T>
+inline void begin_copy(T* to, const T* from, long long step) {
+#pragma unroll 8
+  for (int i = threadIdx.x % kThreads; i < kSize; i += kThreads) {
+    cp_async<sizeof(T)>(shared_address(to + i), from + i * step, true);
   }
 }
 

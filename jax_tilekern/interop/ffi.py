@@ -99,8 +99,9 @@ def cuda_launch(
 ) -> Sequence[Any]:
     """Emit a call that executes a launch plan; return the MLIR values of the rule's own results.
 
-    Operands are MLIR values, row-major in memory, and not always the rule's own. XLA copies an
-    operand whose buffer is a result's by ``aliases`` first if something else still reads it.
+    Operands are MLIR values, row-major in memory unless the plan has other orders of dimensions,
+    and not always the rule's own. XLA copies an operand whose buffer is a result's by ``aliases``
+    first if something else still reads it.
     ``scratch`` has types of more results, after the rule's own, and ``checked`` runs the checks of
     ``debug`` of :func:`jax_tilekern.cuda_kernel`.
     """
@@ -122,7 +123,9 @@ def cuda_launch(
     if plan.exchange is not None:
         target = CUDA_LAUNCH_OVERLAPPED
     results = (*avals, *workspaces)
-    values = _call(ctx, plan.name, target, operands, results, plan.digest, attributes, aliases)
+    values = _call(
+        ctx, plan.name, target, operands, results, plan.digest, attributes, aliases, plan.orders
+    )
     return values[: len(ctx.avals_out)]
 
 
@@ -176,12 +179,21 @@ def _call(
     digest: str,
     attributes: Callable[[], Mapping[str, Any]],
     aliases: Mapping[int, int] | None = None,
+    orders: Sequence[Sequence[int]] = (),
 ) -> Sequence[Any]:
-    """Emit a custom call; ``digest`` identifies its attributes."""
+    """Emit a custom call; ``digest`` identifies its attributes and ``orders``."""
     # Only the layouts depend on the operands, by their shapes.
     shapes = [tuple(operand.type.shape) for operand in operands]
     avals_in = [jax.core.ShapedArray(shape, np.dtype(np.uint8)) for shape in shapes]
-    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases) if aliases else None)
+    # The innermost dimension is the first one of a layout. ``None`` is row-major.
+    layouts: list[Any] = [tuple(x[::-1]) for x in orders]
+    layouts += [None] * (len(operands) + len(results) - len(layouts))
+    rule = jax.ffi.ffi_lowering(
+        target,
+        operand_layouts=layouts[: len(operands)],
+        result_layouts=layouts[len(operands) :],
+        operand_output_aliases=dict(aliases) if aliases else None,
+    )
     # dataclasses.replace does what ctx.replace does, with types.
     inner = dataclasses.replace(ctx, avals_in=avals_in, avals_out=list(results))
     # The program contains a kernel with its cubin once, even if every layer of a model calls it.

@@ -41,6 +41,7 @@ class LaneKernel:
     text: str
     lanes: int
     alignments: tuple[int, ...]  # of the addresses of operands and results
+    orders: tuple[tuple[int, ...], ...]  # as those of a launch plan
     workspace_bytes: int  # Size of the arrays that are too long for a thread's own memory.
     # By the threads that evaluate a lane, in order: one, or those of a group, which is a CTA.
     work: tuple[tuple[int, LaneWork], ...]
@@ -108,6 +109,7 @@ def _launched(kernel: LaneKernel, threads: int, gpu: Gpu, told: PredictedUs) -> 
         gpu=gpu,
         launches=(launch,),
         alignments=kernel.alignments,
+        orders=kernel.orders,
         workspace_bytes=(max(1, kernel.workspace_bytes),),
         predicted_us=told,
         reason=(

@@ -457,6 +457,9 @@ class LaunchPlan:
     # The minimum alignment in bytes of each operand, then of each result. A call with another
     # number of buffers, or with a buffer that is less aligned, is an error.
     alignments: tuple[int, ...]
+    # The dimensions of each operand, then of each result, from the outermost one in memory to the
+    # innermost one; empty if all are row-major.
+    orders: tuple[tuple[int, ...], ...] = ()
     # Sizes of extra outputs that XLA allocates, uninitialised and aligned to
     # ``WORKSPACE_ALIGNMENT``. Their buffer indices follow those of the results.
     workspace_bytes: tuple[int, ...] = ()

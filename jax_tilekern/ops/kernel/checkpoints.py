@@ -18,14 +18,17 @@ from jax import lax
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import partial_eval
 from jax_tilekern.ops.kernel.translation.keys import is_key, raw_type, without_keys
+from jax_tilekern.ops.kernel.work import work_of
 
 # "auto" for a choice by the bytes to save, ``None`` for no checkpoints, or the steps between two.
 Checkpoint = Literal["auto"] | int | None
 
 # The bytes that a call of all lanes may save in "auto". A GPU writes and reads as many in 0.2 ms.
-# It computes tens of operations in the time that it takes to save a number and read it, so half as
-# much saved memory is worth a second computation.
+# It computes about 50 operations in the time that it takes to save a number and read it. So half as
+# much saved memory is worth a second computation, unless that takes longer, and more bytes are
+# saved then.
 MAX_SAVED_BYTES = 256 << 20
+_MANY_TIMES, _OPERATIONS, _BYTES_OF_NUMBER = 4, 50, 4
 # Loops of up to so many steps have no checkpoints of their own.
 _SHORT_LOOP = 8
 # Stands for about the square root of the number of steps.
@@ -62,11 +65,12 @@ def divided(
     closed: Any,
     unknown: Sequence[bool],
     checkpoint: Checkpoint,
+    lanes: int,
     saved_bytes: Callable[[Any, int], int],
 ) -> Division:
     """Divide a lane's jaxpr into what depends on known operands alone, and the rest.
 
-    ``saved_bytes(first, count)`` is the size, for all lanes, of the last ``count`` results of a
+    ``saved_bytes(first, count)`` is the size, for one lane, of the last ``count`` results of a
     first part.
     """
     if not _has_long_loop(closed.jaxpr):
@@ -75,16 +79,28 @@ def divided(
         return _divided(closed, unknown, checkpoint, checkpoint)
 
     def size(division: Division) -> int:
-        return saved_bytes(division.first, len(division.residuals))
+        bytes_ = lanes * saved_bytes(division.first, len(division.residuals))
+        # A symbolic number counts as none.
+        return bytes_ if isinstance(bytes_, int) else 0
 
     whole = _divided(closed, unknown, None, checkpoint)
     if not size(whole):
         return whole
     states = _divided(closed, unknown, 1, checkpoint)
+    again = lanes * (_instructions(states) - _instructions(whole))
+    takes_longer = again > _OPERATIONS * (size(whole) - size(states)) // _BYTES_OF_NUMBER
+    if takes_longer and size(whole) <= _MANY_TIMES * MAX_SAVED_BYTES:
+        return whole
     found = states if min(2 * size(states), MAX_SAVED_BYTES) < size(whole) else whole
     if size(found) <= MAX_SAVED_BYTES:
         return found
     return _divided(closed, unknown, _ROOT, checkpoint)
+
+
+def _instructions(division: Division) -> float:
+    """Return the instructions of a lane's second part."""
+    closed = division.second
+    return work_of(closed, 1, [True] * len(closed.in_avals)).instructions
 
 
 def _divided(

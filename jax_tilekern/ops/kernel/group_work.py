@@ -124,7 +124,7 @@ def _elementwise_work(eqn: Any, threads: int, known: _Known) -> LaneWork:
         steps *= terms
         if results <= LONGEST_ALIKE < terms:
             steps, reductions = results * share(terms), 1
-        elif is_held:
+        elif is_held or (out in known.deferred and terms == 1):
             in_memory = _OF_VECTOR
         elif results > LONGEST_ALIKE and terms > MAX_TERMS and _is_along_rows(eqn):
             in_memory *= _FAR

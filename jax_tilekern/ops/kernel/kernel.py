@@ -82,8 +82,9 @@ def kernel(
         each step needs. A number of steps: the state at every so many steps; the steps are computed
         again, and between two such checkpoints twice. ``"auto"``, by what is saved: ``None``, or
         ``1`` if that saves half as much or less, or if ``None`` saves more than 256 MiB; if both
-        do, about the square root of the number of steps. Loops of up to 8 steps have no checkpoints
-        of their own.
+        do, about the square root of the number of steps. Where ``1`` computes more than 50
+        operations again for each number that it does not save, it is ``None`` up to 1 GiB. Loops of
+        up to 8 steps have no checkpoints of their own.
     threads
         How many threads evaluate an element: 1, or a power of two from 32 to 1024. ``None`` chooses
         between 1, 32, 64, 128 and ``vmap`` by predicted times; a group only for arrays of more than

@@ -4,14 +4,14 @@ A call evaluates ``jaxpr`` for every lane. ``operand_axes`` and ``result_axes`` 
 dimension of lanes, outermost first, which dimension of an array it is; ``None`` for an operand that
 all lanes read. So a tangent, a cotangent or a part of a call is a call of another jaxpr, and only
 its axes have to be found. Residuals have the lanes last, so that neighbouring lanes access
-neighbouring elements.
+neighbouring elements; the kernel of a group of threads has them first in memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,7 +238,7 @@ class Rules:
         lanes = math.prod(lane_sizes(known, known_axes))
         with by_types(function):
             first, second, unknown_results, residuals, checkpoint = divided(
-                jaxpr, unknown, function.checkpoint, _saved_bytes(lanes)
+                jaxpr, unknown, function.checkpoint, lanes, _saved_bytes
             )
         second_function = dataclasses.replace(function, checkpoint=checkpoint)
         residual_axes = [trailing(aval, dims) for aval in residuals]
@@ -477,21 +477,15 @@ def _alike(
     ]
 
 
-def _saved_bytes(lanes: int) -> Callable[[Any, int], int]:
-    """Return a function that counts the bytes of the residuals that are no operands."""
-
-    def count_bytes(first: Any, residuals: int) -> int:
-        _, sources = _forwarded(first, residuals)
-        avals = first.out_avals[len(first.out_avals) - residuals :]
-        size = lanes * sum(
-            aval.size * aval.dtype.itemsize
-            for aval, source in zip(avals, sources, strict=True)
-            if source is None
-        )
-        # A symbolic number counts as none.
-        return size if isinstance(size, int) else 0
-
-    return count_bytes
+def _saved_bytes(first: Any, residuals: int) -> int:
+    """Count the bytes of a lane's residuals that are no operands."""
+    _, sources = _forwarded(first, residuals)
+    avals = first.out_avals[len(first.out_avals) - residuals :]
+    return sum(
+        aval.size * aval.dtype.itemsize
+        for aval, source in zip(avals, sources, strict=True)
+        if source is None
+    )
 
 
 def _forwarded(first: Any, residuals: int) -> tuple[list[bool], list[int | None]]:

@@ -153,8 +153,13 @@ def _scan(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -
     else:
         read = [x for x in xs if any(buffer.stored for buffer in x.buffers)]
         loop = writer.steps(length, sum(x.size // length for x in read), down=down)
+    rows_ahead = writer.loaded_ahead(xs, length, down=down)
     with loop as t, _body(writer, variables):
-        rows = [writer.evaluated(at_index(x, 0, t)) for x in xs]
+        loaded = rows_ahead(t)
+        rows = [
+            loaded[i] if i in loaded else writer.evaluated(at_index(x, 0, t))
+            for i, x in enumerate(xs)
+        ]
         rows = [writer.nearby(x) if m else x for x, m in zip(rows, multiplied, strict=True)]
         results = writer.jaxpr(body, [*known, *(x.value for x in variables), *rows])
         for buffer, value in zip(stacked, results[carries:], strict=True):

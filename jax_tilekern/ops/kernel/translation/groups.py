@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import computed_type
+from jax_tilekern.ops.kernel.translation.arrays import at_index
 from jax_tilekern.ops.kernel.translation.flattened import (
     MAX_PARTS,
     MOST_HELD,
@@ -33,6 +34,7 @@ from jax_tilekern.ops.kernel.translation.values import (
     Value,
     in_memory,
     indices_of,
+    plus,
     row_major,
 )
 from jax_tilekern.ops.kernel.translation.writer import MAX_INLINED, LaneWriter, with_calls
@@ -50,8 +52,10 @@ _BARRIER = "lax::group_barrier<kThreads>();"
 _SHORT_BODY, _FEW_FUNCTIONS, _STEPS_AT_A_TIME = 64, 2, 4
 # Steps of a loop over a row or a column of a matrix in memory that are unrolled.
 _LOADS_AT_A_TIME = 16
+# A thread adds up rows of so many terms in parts. There are few warps to take turns with.
+_LONG_SUM = 32
 # Bytes of an operand, which a loop reads a row at a time, that are copied to shared memory.
-_NEARBY_BYTES = 16 << 10
+NEARBY_BYTES = 16 << 10
 
 
 def has_rows(buffer: Buffer, lane_strides: Sequence[int]) -> bool:
@@ -67,6 +71,11 @@ def has_rows(buffer: Buffer, lane_strides: Sequence[int]) -> bool:
 def in_registers(name: str, fits: str, step: str, k: Index, otherwise: str) -> str:
     """Return an element of a thread's part of a matrix, if the parts fit in its registers."""
     return f"({fits} ? {name}[{fits} ? {step} : 0][{fits} ? {k} : 0] : {otherwise})"
+
+
+def _half(step: Index) -> Index:
+    """Return which of two rows belongs to a step."""
+    return step % 2 if isinstance(step, int) else f"({step} % 2)"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -228,11 +237,69 @@ class GroupWriter(LaneWriter):
         return value
 
     def nearby(self, x: Value) -> Value:
-        bytes_ = x.size * 4
+        bytes_ = x.size * max(4, x.dtype.itemsize)
         is_far = any(buffer.stored for buffer in x.buffers) and not self.is_unrolled(x.size)
-        if not is_far or bytes_ > _NEARBY_BYTES or not self._has_room(bytes_):
+        if not is_far or bytes_ > NEARBY_BYTES or not self._has_room(bytes_):
             return x
-        return self.copied(x) if x.whole is None or x.whole.step == 1 else x
+        whole = x.whole
+        if whole is not None and whole.step != 1:
+            return x
+        if whole is None or not whole.can_be_copied:
+            return self.copied(x)
+        found, zeros = self.array(x.dtype, x.shape), (0,) * len(x.shape)
+        self._barrier()
+        self._copy(whole, whole.load(zeros), found.load(zeros))
+        self.line("cp_async_commit();")
+        self._wait_for_copies()
+        return in_memory(found)
+
+    def loaded_ahead(
+        self, xs: Sequence[Value], length: int, *, down: bool
+    ) -> Callable[[Index], dict[int, Value]]:
+        # For each array that is read: itself, one of its rows, and two rows in shared memory.
+        copies: dict[int, tuple[Buffer, Buffer, Buffer]] = {}
+        for i, x in enumerate(xs):
+            rows = x.whole
+            if self._apart or rows is None or not rows.can_be_copied:
+                continue
+            row = dataclasses.replace(rows, shape=rows.shape[1:], strides=rows.strides[1:])
+            size = math.prod(row.shape)
+            has_room = self._has_room(2 * size * x.dtype.itemsize)
+            if row.step is not None and not self.is_unrolled(size) and has_room:
+                copies[i] = rows, row, self.array(x.dtype, (2, *row.shape))
+        if not copies:
+            return super().loaded_ahead(xs, length, down=down)
+
+        def begin(step: Index) -> None:
+            for rows, row, both in copies.values():
+                zeros = (0,) * len(row.shape)
+                self._copy(row, rows.load((step, *zeros)), both.load((_half(step), *zeros)))
+            self.line("cp_async_commit();")
+
+        def at_step(step: Index) -> dict[int, Value]:
+            self._wait_for_copies()
+            with self.block(f"if ({step} != {0 if down else length - 1})"):
+                begin(plus(step, -1 if down else 1))
+            return {
+                i: at_index(in_memory(both), 0, _half(step)) for i, (_, _, both) in copies.items()
+            }
+
+        self._barrier()  # The shared memory has been read for the loop before.
+        begin(length - 1 if down else 0)
+        return at_step
+
+    def _copy(self, rows: Buffer, source: str, target: str) -> None:
+        """Begin to copy the elements of an operand, from the first one on."""
+        size = math.prod(rows.shape)
+        self.line(f"lax::begin_copy<kThreads, {size}>(&{target}, &{source}, {rows.step}ll);")
+
+    def _wait_for_copies(self) -> None:
+        self.line("cp_async_wait<0>();")
+        self.line(_BARRIER)
+
+    def has_partial_sums(self, shape: Sequence[int]) -> bool:
+        # Innermost loops over so many elements are unrolled, in whole or by a multiple of four.
+        return self._apart and len(shape) > 0 and shape[-1] >= _LONG_SUM
 
     def place_in_loop(self, place: Buffer | None) -> Buffer | None:
         if place is None or not self._has_room(math.prod(place.shape) * place.dtype.itemsize):

@@ -66,7 +66,15 @@ def accumulated(
     Of many elements, each thread of a group reduces its own, and then the group their results.
     """
     name, function = writer.name("r"), _REDUCTIONS[kind][0]
-    writer.line(f"{computed_type(dtype)} {name} = {_identity(kind, dtype)};")
+    kind_of_sum, identity = computed_type(dtype), _identity(kind, dtype)
+    if kind == "sum" and kind_of_sum in ("float", "double") and writer.has_partial_sums(shape):
+        # Each addition waits for the one before.
+        writer.line(f"{kind_of_sum} {name}[4] = {{{', '.join([identity] * 4)}}};")
+        with writer.elements(shape) as indices:
+            part = f"{name}[{indices[-1]} % 4]"
+            writer.line(f"{part} = lax::{function}({part}, {element(indices)});")
+        return writer.rounded(dtype, f"({name}[0] + {name}[1] + ({name}[2] + {name}[3]))")
+    writer.line(f"{kind_of_sum} {name} = {identity};")
     is_spread = writer.is_spread(math.prod(shape))
     with (writer.spread if is_spread else writer.elements)(shape) as indices:
         writer.line(f"{name} = lax::{function}({name}, {element(indices)});")

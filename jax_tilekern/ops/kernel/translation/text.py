@@ -53,6 +53,15 @@ class Layout(NamedTuple):
     dtype: np.dtype[Any]
     shape: Shape  # of the whole array
     axes: Axes  # for each dimension of lanes, the dimension of the array
+    # Whether the elements of a lane are neighbours in memory; else the array is row-major.
+    lanes_first: bool = False
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Dimensions of the array in memory, from the outermost to the innermost one."""
+        if not self.lanes_first:
+            return tuple(range(len(self.shape)))
+        return (*(d for d in self.axes if d is not None), *self.own_dims)
 
     @property
     def own_dims(self) -> tuple[int, ...]:
@@ -69,7 +78,9 @@ class Layout(NamedTuple):
         return self.dtype.itemsize // self.real_dtype.itemsize
 
     def _strides(self) -> Shape:
-        return tuple(self.parts * stride for stride in row_major(self.shape))
+        strides = row_major([self.shape[d] for d in self.order])
+        by_dim = dict(zip(self.order, strides, strict=True))
+        return tuple(self.parts * by_dim[d] for d in range(len(self.shape)))
 
     def lane_strides(self) -> Shape:
         """Return the numbers between neighbours in each dimension of lanes."""
@@ -127,8 +138,11 @@ def lane_kernel(
 ) -> LaneKernel:
     """Write the kernel of one lane's jaxpr; raise ``Untranslatable`` if it has none.
 
-    In the kernel of a ``group``, its threads evaluate a lane together.
+    In the kernel of a ``group``, its threads evaluate a lane together. They read its elements side
+    by side, so these are neighbours in memory.
     """
+    if group:
+        operands, results = ([x._replace(lanes_first=True) for x in y] for y in (operands, results))
     # A result has every dimension of lanes.
     lanes = _Lanes(tuple(results[0].shape[axis] for axis in results[0].axes if axis is not None))
     for unrolled in _UNROLLED_IN_GROUPS if group else _UNROLLED:
@@ -222,6 +236,7 @@ def _written(
         text=text,
         lanes=lanes.count,
         alignments=tuple(alignments),
+        orders=tuple(layout.order for _, layout in named) if in_groups else (),
         workspace_bytes=writer.workspace_bytes,
         work=by_threads,
         shared_bytes=shared_bytes,

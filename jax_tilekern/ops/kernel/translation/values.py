@@ -103,6 +103,11 @@ class Buffer:
         return self.stored and self.dtype in (F16, BF16)
 
     @property
+    def can_be_copied(self) -> bool:
+        """Whether ``cp.async`` copies elements from here to shared memory."""
+        return self.stored and not self._is_converted and self.dtype.itemsize in (4, 8)
+
+    @property
     def step(self) -> int | None:
         """Distance between neighbours in row-major order, if it is the same for all."""
         sizes = [(n, stride) for n, stride in zip(self.shape, self.strides, strict=True) if n != 1]

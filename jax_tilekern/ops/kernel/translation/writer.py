@@ -276,6 +276,17 @@ class LaneWriter:
         """Return an operand, or a part of one, that is read often, copied to faster memory."""
         return x
 
+    def loaded_ahead(
+        self, xs: Sequence[Value], length: int, *, down: bool
+    ) -> Callable[[Index], dict[int, Value]]:
+        """Begin to load the first row of some arrays, of which each step of a loop reads one.
+
+        Returns a function that begins to load the rows of the next step, and returns the rows of a
+        step by the numbers of their arrays.
+        """
+        del xs, length, down
+        return lambda _: {}
+
     def place_in_loop(self, place: Buffer | None) -> Buffer | None:
         """Return where a value may be that a loop reads and writes, of the place of its result."""
         return place
@@ -288,6 +299,11 @@ class LaneWriter:
         """Write a loop over a thread's part of a line; yields the index."""
         with self.loop(size, unroll=False, down=down) as i:
             yield i
+
+    def has_partial_sums(self, shape: Sequence[int]) -> bool:
+        """Whether a thread adds up an array of this shape in four parts."""
+        del shape
+        return False
 
     @contextlib.contextmanager
     def spread(self, shape: Sequence[int]) -> Iterator[tuple[Index, ...]]:
