@@ -5,7 +5,8 @@
 
 The second form draws calls of every operation, times them on this machine, and writes the records
 to the folder first. What another device's data says of a device with the same SMs (``SCALED`` of
-``plans/policy/model.py``) is corrected by its own calls, and kept where it has few.
+``plans/policy/model.py``) is corrected by its own calls. It stays as it is where these are few, and
+where corrections choose no better on unseen calls.
 Every call is predicted by models that were fitted without it, five times a fifth of the calls. The
 margin is chosen, and the error reported, on these predictions. The file has models of all calls.
 """
@@ -43,7 +44,6 @@ from jax_tilekern.plans.policy.model import (
     Forest,
     OperationModel,
     model_of,
-    scaled_content,
     scaled_model,
 )
 from jax_tilekern.plans.policy.workload import (
@@ -131,8 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise BenchmarkError("the records have no calls with times")
     scaled = scaled_model(arguments.device)
     device = scaled or _rates(arguments.device, calls)
-    known = dict(device.models)
-    models = {} if scaled is None else scaled_content(arguments.device)
+    known, models = dict(device.models), {}
     # Products with epilogues are predicted by what is known of those without.
     for operation in sorted({x.workload.operation for x in calls}, key=lambda x: x == FUSED):
         own = [x for x in calls if x.workload.operation == operation]
@@ -140,10 +139,13 @@ def run(arguments: argparse.Namespace) -> int:
             device = dataclasses.replace(device, models=known)
             own = _measured_calls([x.call for x in own], target, device)
         # Without a model, an operation has what its planner's rules say.
-        if sum(x.is_pair for x in own) >= _FEWEST:
-            fitted = _fitted(_Rows(device, own, known.get(operation)), operation)
-            models[operation] = {"device": arguments.device, **fitted}
-            known[operation] = OperationModel.from_json(models[operation])
+        if sum(x.is_pair for x in own) < _FEWEST:
+            continue
+        base = known.get(operation)
+        fitted = _fitted(_Rows(device, own, base), operation)
+        if fitted is not None:
+            models[operation] = fitted
+            known[operation] = OperationModel.from_json(fitted, base)
     if arguments.json is not None:
         content = {
             "format": FORMAT,
@@ -391,9 +393,8 @@ def _boosted(
     x: Sequence[Sequence[float]],
     y: _Array,
     settings: tuple[int, int, float] | None = None,
-    stored_depth: int = 0,
 ) -> Forest:
-    """Fit regression trees by gradient boosting, which are stored as trees of at least a depth."""
+    """Fit regression trees by gradient boosting."""
     from sklearn.ensemble import GradientBoostingRegressor
 
     trees, depth, rate = settings or (_MANY if len(y) >= _MANY_TIMES else _FEW)
@@ -401,8 +402,7 @@ def _boosted(
         loss="huber", n_estimators=trees, max_depth=depth, learning_rate=rate, subsample=0.6,
         max_features=0.5, min_samples_leaf=3, random_state=0,
     ).fit(np.asarray(x, np.float32), y)  # fmt: skip
-    stored = max(depth, stored_depth)
-    complete = [_complete(tree.tree_, stored, rate) for (tree,) in fitted.estimators_]
+    complete = [_complete(tree.tree_, depth, rate) for (tree,) in fitted.estimators_]
     features, thresholds, values = (np.stack(arrays) for arrays in zip(*complete, strict=True))
     constant = float(np.ravel(fitted.init_.constant_)[0])
     return Forest(features, thresholds, values, constant)
@@ -442,42 +442,28 @@ class _Rows:
         is_corrected = base is not None or calls[0].workload.operation == FUSED
         self.settings = _CORRECTION if is_corrected else None
         self.numbers = [device.numbers(call.workload) for call in calls]
+        # What models correct: of XLA, and of each candidate that was timed.
         self.roofline = np.log([device.roofline(call.workload) for call in calls])
         self.xla = np.log([call.xla or np.nan for call in calls])
-        # Every candidate that was timed has a call, its position, numbers and a time.
         self.of_candidates = [
             (i, position, (*self.numbers[i], *_candidate_numbers(call, position)), np.log(time))
             for i, call in enumerate(calls)
             for position, time in call.ours.items()
         ]
+        self.known = np.zeros(len(self.of_candidates))
+        if base is not None:
+            self.roofline = self.roofline + base.xla(self.numbers)
+            self.known = base.ours([numbers for *_, numbers, _ in self.of_candidates])
 
-    def models(self, chosen: Sequence[bool]) -> tuple[Forest, Forest]:
+    def models(self, chosen: _Array) -> tuple[Forest, Forest]:
         """Fit XLA's times and ours of the chosen calls."""
         timed = [i for i, known in enumerate(chosen) if known and np.isfinite(self.xla[i])]
-        of_xla = self.corrected(
-            None if self.base is None else self.base.xla,
-            [self.numbers[i] for i in timed],
-            (self.xla - self.roofline)[timed],
+        of_xla = _boosted(
+            [self.numbers[i] for i in timed], (self.xla - self.roofline)[timed], self.settings
         )
         own = self._estimated(chosen, self.xla)
-        ours = self.corrected(
-            None if self.base is None else self.base.ours,
-            [x for _, _, x, _ in own],
-            np.array([time - base for _, base, _, time in own]),
-        )
-        return of_xla, ours
-
-    def corrected(self, base: Forest | None, x: Sequence[Sequence[float]], y: _Array) -> Forest:
-        """Fit what a forest leaves, and return both in one."""
-        if base is None:
-            return _boosted(x, y, self.settings)
-        depth = base.features.shape[1].bit_length()
-        more = _boosted(x, y - base(x), self.settings, depth)
-        features, thresholds, values = (
-            np.concatenate([getattr(forest, name) for forest in (base, more)])
-            for name in ("features", "thresholds", "values")
-        )
-        return Forest(features, thresholds, values, base.constant + more.constant)
+        errors = np.array([time - base for _, base, _, time in own])
+        return of_xla, _boosted([x for _, _, x, _ in own], errors, self.settings)
 
     def predicted_xla(self, xla: Forest) -> _Array:
         """Return the logarithm of XLA's predicted times."""
@@ -485,7 +471,7 @@ class _Rows:
         return result
 
     def best(
-        self, ours: Forest, chosen: Sequence[bool], xla: _Array
+        self, ours: Forest, chosen: _Array, xla: _Array
     ) -> dict[int, tuple[float, float, float]]:
         """Return of each chosen call the predicted and the true time of our best, and the least."""
         rows = self._estimated(chosen, xla)
@@ -500,16 +486,16 @@ class _Rows:
         return result
 
     def _estimated(
-        self, chosen: Sequence[bool], xla: _Array
+        self, chosen: _Array, xla: _Array
     ) -> list[tuple[int, float, tuple[float, ...], float]]:
         """Return the candidates of chosen calls, with estimates where XLA takes what is given."""
         found = []
-        for i, position, numbers, time in self.of_candidates:
+        for (i, position, numbers, time), known in zip(self.of_candidates, self.known, strict=True):
             if chosen[i]:
                 call = self.calls[i]
                 base = base_microseconds(call.candidates[position], call.device, np.exp(xla[i]))
                 if np.isfinite(base):
-                    found.append((i, float(np.log(base)), numbers, time))
+                    found.append((i, float(np.log(base) + known), numbers, time))
         return found
 
 
@@ -519,57 +505,108 @@ def _candidate_numbers(call: MeasuredCall, position: int) -> tuple[float, ...]:
     )
 
 
-def _fitted(rows: _Rows, operation: str) -> dict[str, Any]:
-    """Fit the models of an operation, and print their error on unseen calls."""
+class _Choices(NamedTuple):
+    """The choices of predictions, with logarithms of times.
+
+    Attributes
+    ----------
+    index
+        Of the calls of which both sides are known.
+    guess, time, least
+        Our best candidate's prediction and time, and the least time of a candidate.
+    guessed_xla, xla
+        XLA's prediction and time.
+    """
+
+    index: Any
+    guess: Any
+    time: Any
+    least: Any
+    guessed_xla: Any
+    xla: Any
+
+    def gain(self, margin: tuple[float, float], expected: _Array) -> _Array:
+        """Return the gain over XLA of what a margin takes, of predictions with expected errors."""
+        limit = np.maximum(margin[0], margin[1] * expected)
+        taken: _Array = np.where(self.guessed_xla - self.guess > limit, self.xla - self.time, 0.0)
+        return taken
+
+    def report(self, gain: _Array) -> Record:
+        best = np.maximum(0.0, self.xla - self.least)
+        return {
+            "over_xla": round(float(np.exp(gain.mean())), 3),
+            "over_best": round(float(np.exp((gain - best).mean())), 3),
+            "worst": round(float(np.exp(gain.min())), 3),
+            "below_0.97": round(float(np.mean(gain < np.log(_SLOW))), 3),
+            "taken": round(float(np.mean(gain != 0)), 3),
+        }
+
+
+def _value(gain: _Array) -> float:
+    """Return what gains are worth: their mean, less what is too often slow."""
+    return float(gain.mean() - max(0.0, np.mean(gain < np.log(_SLOW)) - _SLOW_SHARE))
+
+
+def _choices(rows: _Rows, folds: Sequence[tuple[Forest, Forest, _Array]]) -> _Choices:
+    """Return the choices of the models of some calls each."""
+    pairs: list[tuple[int, float, float, float, float, float]] = []
+    for xla, ours, predicted in folds:
+        of_xla = rows.predicted_xla(xla)
+        for i, best_of_ours in rows.best(ours, predicted, of_xla).items():
+            if np.isfinite(rows.xla[i]):
+                pairs.append((i, *best_of_ours, of_xla[i], rows.xla[i]))
+    return _Choices(*map(np.array, zip(*pairs, strict=True)))
+
+
+def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
+    """Fit the models of an operation, and print their error on unseen calls.
+
+    Corrections that choose no better than what they correct are none.
+    """
     calls = rows.calls
     folds = np.random.default_rng(0).integers(_FOLDS, size=len(calls))
-    pairs: list[tuple[int, float, float, float, float, float]] = []
-    for fold in range(_FOLDS):
-        xla, ours = rows.models([x != fold for x in folds])
-        predicted_xla = rows.predicted_xla(xla)
-        for i, best_of_ours in rows.best(ours, [x == fold for x in folds], predicted_xla).items():
-            if np.isfinite(rows.xla[i]):
-                pairs.append((i, *best_of_ours, predicted_xla[i], rows.xla[i]))
-    index, guess, time, least, guessed_xla, true_xla = (
-        np.array(x) for x in zip(*pairs, strict=True)
-    )
-    wrong = np.abs((guessed_xla - guess) - (true_xla - time))
-    numbers = [rows.numbers[int(i)] for i in index]
-    error_folds = folds[index.astype(int)]
-    expected = np.zeros(len(pairs))
+    found = _choices(rows, [(*rows.models(folds != x), folds == x) for x in range(_FOLDS)])
+    wrong = np.abs((found.guessed_xla - found.guess) - (found.xla - found.time))
+    numbers = [rows.numbers[i] for i in found.index]
+    error_folds = folds[found.index]
+    expected = np.zeros(len(numbers))
     for fold in range(_FOLDS):
         seen = error_folds != fold
         model = _boosted([n for n, s in zip(numbers, seen, strict=True) if s], wrong[seen], _ERRORS)
         expected[~seen] = model([n for n, s in zip(numbers, seen, strict=True) if not s])
-    tried = []
-    for least_margin, of_error in itertools.product(_LEAST, _OF_ERROR):
-        taken = guessed_xla - guess > np.maximum(least_margin, of_error * expected)
-        gain = np.where(taken, true_xla - time, 0.0)
-        slow = float(np.mean(gain < np.log(_SLOW)))
-        cost = max(0.0, slow - _SLOW_SHARE)
-        tried.append((gain.mean() - cost, (least_margin, of_error), gain))
-    _, margin, gain = max(tried, key=lambda x: x[0])
-    best = np.maximum(0.0, true_xla - least)
+    margins = itertools.product(_LEAST, _OF_ERROR)
+    margin = max(margins, key=lambda x: _value(found.gain(x, expected)))
+    gain = found.gain(margin, expected)
     report = {
         "calls": len(calls),
-        "pairs": len(pairs),
-        "error_of_xla": _percentiles(np.abs(guessed_xla - true_xla)),
-        "error_of_ours": _percentiles(np.abs(guess - time)),
-        "over_xla": round(float(np.exp(gain.mean())), 3),
-        "over_best": round(float(np.exp((gain - best).mean())), 3),
-        "worst": round(float(np.exp(gain.min())), 3),
-        "below_0.97": round(float(np.mean(gain < np.log(_SLOW))), 3),
-        "taken": round(float(np.mean(gain != 0)), 3),
+        "pairs": len(numbers),
+        "error_of_xla": _percentiles(np.abs(found.guessed_xla - found.xla)),
+        "error_of_ours": _percentiles(np.abs(found.guess - found.time)),
+        **found.report(gain),
     }
     print(operation, report, "margin", margin)
-    xla, ours = rows.models([True] * len(calls))
+    if rows.base is not None:
+        before = _choices(rows, [(_NOTHING, _NOTHING, folds >= 0)])
+        of_base = rows.base.error([rows.numbers[i] for i in before.index])
+        gain_before = before.gain(rows.base.margin, of_base)
+        print("  without corrections", before.report(gain_before))
+        if _value(gain) <= _value(gain_before):
+            return None
+    xla, ours = rows.models(folds >= 0)
     error = _boosted(numbers, wrong, _ERRORS)
     forests = {"xla": xla, "ours": ours, "error": error}
     return {
         "unseen": report,
+        "is_correction": rows.base is not None,
         "margin": margin,
         **{name: forest.to_json() for name, forest in forests.items()},
     }
+
+
+# A correction of nothing.
+_NOTHING = Forest(
+    np.zeros((1, 1), np.uint8), np.zeros((1, 1), np.float32), np.zeros((1, 2), np.float32), 0.0
+)
 
 
 def _percentiles(errors: _Array) -> list[float]:

@@ -20,7 +20,6 @@ from benchmarks.samples import LIMITS
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.policy.model import Forest
 
 pytestmark = pytest.mark.thorough
 
@@ -169,22 +168,6 @@ def test_candidates_of_products_with_epilogues_are_fitted(tmp_path):
     assert call.workload.operation == "fused product"
     assert call.workload.estimate > 0
     assert {call.candidates[i].key for i in call.ours} == {*keys}
-
-
-def test_corrections_are_trees_beside_those_of_another_device():
-    """A correction learns a factor that the device's calls have, whatever the trees before say."""
-    x = np.random.default_rng(0).uniform(size=(40, 3)).astype(np.float32)
-    before = Forest(
-        np.zeros((1, 31), np.uint8),
-        np.full((1, 31), 0.5, np.float32),
-        np.arange(32, dtype=np.float32)[None],
-        1.0,
-    )
-    rows = object.__new__(fit_policy._Rows)
-    rows.settings = fit_policy._CORRECTION
-    both = rows.corrected(before, x.tolist(), before(x) + 0.7)
-    assert both.features.shape[1] == 31
-    np.testing.assert_allclose(both(x), before(x) + 0.7, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

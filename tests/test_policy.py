@@ -148,6 +148,45 @@ def test_a_forest_is_the_sum_of_its_trees():
     np.testing.assert_array_equal(Forest.from_json(forest.to_json())(rows), forest(rows))
 
 
+def test_a_correction_is_trees_beside_those_of_another_device():
+    rng = np.random.default_rng(0)
+    rows = rng.uniform(size=(9, 3)).astype(np.float32)
+
+    def forest(trees, depth):
+        inner = 2**depth - 1
+        features = rng.integers(3, size=(trees, inner)).astype(np.uint8)
+        thresholds = rng.uniform(size=(trees, inner)).astype(np.float32)
+        values = rng.uniform(size=(trees, inner + 1)).astype(np.float32)
+        return Forest(features, thresholds, values, rng.uniform())
+
+    deep, shallow = forest(4, 5), forest(3, 2)
+    for first, second in ((deep, shallow), (shallow, deep)):
+        np.testing.assert_allclose((first + second)(rows), first(rows) + second(rows), rtol=1e-6)
+
+
+def test_a_file_has_what_it_lacks_from_another_device():
+    trees = {name: constant(value).to_json() for name, value in (("xla", 0.5), ("ours", 0.25))}
+    content = {
+        "format": model.FORMAT,
+        "device": "a GPU",
+        "rates": {"launch": 1, "bytes": 2, "operations": {}},
+        "models": {
+            name: {"margin": [0, 0], **trees, "error": trees["xla"], "is_correction": corrects}
+            for name, corrects in (("corrected", True), ("new", False))
+        },
+    }
+    known = OperationModel(constant(1.0), constant(2.0), constant(3.0), (0.1, 1.0))
+    models = {"corrected": known, "as it is": known}
+    scaled = DeviceModel("another GPU, scaled", 1.0, 1.0, {}, {}, models)
+    found = DeviceModel.from_json(content, scaled).models
+    rows = [[0.0]]
+    assert {name: (x.xla(rows)[0], x.ours(rows)[0], x.device) for name, x in found.items()} == {
+        "corrected": (1.5, 2.25, ""),
+        "as it is": (1.0, 2.0, "another GPU, scaled"),
+        "new": (0.5, 0.25, ""),
+    }
+
+
 def constant(value):
     """A forest that gives the same number for every call."""
     nodes = np.zeros((1, 1), np.uint8), np.zeros((1, 1), np.float32)
@@ -235,7 +274,7 @@ def test_xlas_product_has_the_type_that_an_epilogue_rounds_to(monkeypatch):
         assert product.rstrip().endswith(f"-> tensor<1024x1024x{result}>")
 
 
-DAMAGES = ["missing", "no JSON", "other format", "no forest"]
+DAMAGES = ["missing", "no JSON", "other format", "other device", "no forest"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -243,6 +282,8 @@ def test_a_file_that_cannot_be_read_is_a_warning_and_xlas(monkeypatch, tmp_path,
     content = json.loads((model._FOLDER / model.FILES[H100]).read_text())
     if damage == "other format":
         content["format"] = 0
+    if damage == "other device":
+        content["device"] = "CPU with avx2"
     if damage == "no forest":
         content["models"]["product"]["xla"]["values"] = "?"
     if damage != "missing":

@@ -68,6 +68,23 @@ class Forest:
             raise ValueError("trees are not complete")
         return cls(**arrays, constant=float(content["constant"]))
 
+    def __add__(self, other: Forest) -> Forest:
+        """Return the trees of both, which have the depth of the deeper ones."""
+        leaves = max(self.values.shape[1], other.values.shape[1])
+        pairs = zip(self._complete(leaves), other._complete(leaves), strict=True)
+        features, thresholds, values = (np.concatenate(pair) for pair in pairs)
+        return Forest(features, thresholds, values, self.constant + other.constant)
+
+    def _complete(self, leaves: int) -> tuple[_Array, _Array, _Array]:
+        """Return the arrays of trees with so many leaves, in which a leaf is above equal ones."""
+        own = self.values.shape[1]
+        padding = ((0, 0), (0, leaves - own))
+        return (
+            np.pad(self.features, padding),
+            np.pad(self.thresholds, padding),
+            np.repeat(self.values, leaves // own, axis=1),
+        )
+
     def to_json(self) -> dict[str, Any]:
         arrays = {
             name: base64.b85encode(getattr(self, name).astype(dtype).tobytes()).decode()
@@ -92,10 +109,15 @@ class OperationModel:
     device: str = ""  # of which it has data, if not of that of the file
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> OperationModel:
+    def from_json(
+        cls, content: Mapping[str, Any], corrected: OperationModel | None = None
+    ) -> OperationModel:
+        """Return a model of a file, whose trees may correct the times of another one."""
         least, of_error = map(float, content["margin"])
         xla, ours, error = (Forest.from_json(content[name]) for name in ("xla", "ours", "error"))
-        return cls(xla, ours, error, (least, of_error), content.get("device", ""))
+        if corrected is not None:
+            xla, ours = corrected.xla + xla, corrected.ours + ours
+        return cls(xla, ours, error, (least, of_error))
 
 
 @dataclass(frozen=True)
@@ -128,13 +150,20 @@ class DeviceModel:
         return (math.log2(memory), math.log2(max(compute, 1e-6)), *workload.features)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> DeviceModel:
+    def from_json(
+        cls, content: Mapping[str, Any], scaled: DeviceModel | None = None
+    ) -> DeviceModel:
+        """Return the model of a file, which has what it lacks from another device's data."""
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']}, and this version reads {FORMAT}")
         rates = content["rates"]
-        models = {
-            name: OperationModel.from_json(model) for name, model in content["models"].items()
-        }
+        models: dict[str, OperationModel] = {}
+        if scaled is not None:
+            for name, model in scaled.models.items():
+                models[name] = dataclasses.replace(model, device=scaled.device)
+        for name, x in content["models"].items():
+            corrected = models[name] if x.get("is_correction", False) else None
+            models[name] = OperationModel.from_json(x, corrected)
         return cls(
             content["device"],
             float(rates["launch"]),
@@ -163,8 +192,8 @@ _FOLDER = Path(str(files(__package__))) / "data"
 @functools.cache
 def model_of(device: str) -> DeviceModel | None:
     """Return what is known of a device, or ``None``; a file that cannot be read is a warning."""
-    name = FILES.get(device)
-    return scaled_model(device) if name is None else _read(_FOLDER / name)
+    name, scaled = FILES.get(device), scaled_model(device)
+    return scaled if name is None else _read(_FOLDER / name, scaled)
 
 
 def scaled_model(device: str) -> DeviceModel | None:
@@ -178,24 +207,20 @@ def scaled_model(device: str) -> DeviceModel | None:
     )
 
 
-def scaled_content(device: str) -> dict[str, Any]:
-    """Return the models that another device's file has for a device, each with their source."""
-    scaled, (of, _) = scaled_model(device), SCALED[device]
-    content = json.loads((_FOLDER / FILES[of]).read_text())["models"]
-    return {name: {"device": scaled and scaled.device, **model} for name, model in content.items()}
-
-
 @functools.cache
 def data_digest(device: str) -> str:
     """Return a digest of what is known of a device; that of nothing is empty."""
-    name, *_ = SCALED.get(device, (device,))
-    path = _FOLDER / FILES.get(device, FILES.get(name, ""))
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
+    names = (FILES.get(x) for x in (device, *SCALED.get(device, ())[:1]))
+    read = [path.read_bytes() for name in names if name and (path := _FOLDER / name).is_file()]
+    return hashlib.sha256(b"".join(read)).hexdigest()[:16] if read else ""
 
 
-def _read(path: Path) -> DeviceModel | None:
+def _read(path: Path, scaled: DeviceModel | None) -> DeviceModel | None:
     try:
-        return DeviceModel.from_json(json.loads(path.read_text()))
+        content = json.loads(path.read_text())
+        if FILES.get(content["device"]) != path.name:
+            raise ValueError(f"it is of {content['device']}")
+        return DeviceModel.from_json(content, scaled)
     except (OSError, ValueError, KeyError, TypeError) as error:
         warnings.warn(
             f"jax_tilekern leaves calls to XLA, because it cannot read {path}: {error!r}; "
