@@ -585,10 +585,13 @@ def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
         **found.report(gain),
     }
     print(operation, report, "margin", margin)
-    if rows.base is not None:
+    if rows.settings is not None:
         before = _choices(rows, [(_NOTHING, _NOTHING, folds >= 0)])
-        of_base = rows.base.error([rows.numbers[i] for i in before.index])
-        gain_before = before.gain(rows.base.margin, of_base)
+        numbers_before = [rows.numbers[i] for i in before.index]
+        base_margin, of_base = (0.0, 0.0), np.zeros(len(numbers_before))
+        if rows.base is not None:
+            base_margin, of_base = rows.base.margin, rows.base.error(numbers_before)
+        gain_before = before.gain(base_margin, of_base)
         print("  without corrections", before.report(gain_before))
         if _value(gain) <= _value(gain_before):
             return None
