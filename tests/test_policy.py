@@ -261,6 +261,15 @@ def test_a_product_with_an_epilogue_is_xlas_where_its_pass_is_predicted_faster(m
         assert call(1002)[0].kernel
 
 
+@pytest.mark.parametrize("rows", [1000, 100_000])
+def test_reductions_of_rows_are_xlas_only_where_l2_holds_the_product(monkeypatch, rows):
+    monkeypatch.setattr(select, "_xla_us", lambda *_: 0.5)
+    x, y = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, 64), (64, 1024)))
+    with jtk.gpu_target("H200"):
+        choice = jtk.explain(partial(jtk.matmul, epilogue=jtk.row_max), x, y)[0]
+    assert (choice.kernel is None) == (rows == 1000)
+
+
 def test_xlas_product_has_the_type_that_an_epilogue_rounds_to(monkeypatch):
     """XLA computes what the program says, and not a product of float32 accumulators."""
     monkeypatch.setattr(select, "_xla_us", lambda *_: 0.5)

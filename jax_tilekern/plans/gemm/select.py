@@ -125,10 +125,19 @@ def _plan_fused(
         for candidate, us in zip(of_plain, times.ours, strict=True)
     }
     adjusted = [with_cycles(x, x.cycles + differences.get(x.key, 0.0)) for x in found]
-    if product.epilogue is not None and not product.epilogue.stores:
-        # Without the kernel, all elements would be in memory.
+    if not (product.epilogue and product.epilogue.stores) and not _fits_cache(product, gpu):
+        # Reductions of rows promise that memory holds no matrix of accumulators.
         return fused_plan(sorted(adjusted, key=lambda x: x.cycles), gpu)
     return plan_fused(fused_workload(product, _xla_us(product, of_plain, gpu)), adjusted, gpu)
+
+
+# The share of L2 that accumulators of XLA's product may take before a pass reduces their rows.
+_SHARE_OF_L2 = 0.5
+
+
+def _fits_cache(product: Product, gpu: Gpu) -> bool:
+    accumulators = dataclasses.replace(product, out_dtype=accumulator_dtype(product.lhs_dtype))
+    return _result_bytes(accumulators) <= _SHARE_OF_L2 * gpu.l2_bytes
 
 
 def _xla_us(product: Product, of_plain: Sequence[CostedCandidate], gpu: Gpu) -> float:
