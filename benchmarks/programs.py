@@ -140,14 +140,48 @@ def compiled(program: Program) -> CompiledProgram:
     return found
 
 
-def measured(program: Program | CompiledProgram, seconds: float) -> Record:
-    """Return the row of a program: times, errors and temporaries of each side.
+@dataclass
+class CheckedProgram:
+    """A program whose sides have run, and what its row has besides times."""
+
+    found: CompiledProgram
+    runs: Runs
+    peer: str | None
+    fields: Record
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the row has times."""
+        return "failure" not in self.fields
+
+    def row(self, times: Times) -> Record:
+        """Return the row with the times of its sides."""
+        fields, of_ours = times.fields(), self.found.kernels["ours"]
+        more = {
+            "wall_seconds": fields.get("wall_seconds"),
+            "failures": self.found.failures,
+            "kernels_of_sides": {
+                side: x
+                for side, x in self.found.kernels.items()
+                if side in self.runs and x != of_ours
+            },
+        }
+        return self.fields | {
+            "seconds": fields["seconds"],
+            "ratio": {self.peer: fields["ratio"][self.peer]} if self.peer else {},
+            "method": fields["method"],
+            "temporaries": {name: temporary_bytes(self.found.sides[name]) for name in self.runs},
+            **{key: value for key, value in more.items() if value},
+        }
+
+
+def checked(found: CompiledProgram) -> CheckedProgram:
+    """Run the sides of a program.
 
     A side other than ours that fails or does not fit into memory is left out; the row has the
     reason. Where that is the peer, ours is compared with another side.
     """
-    found = compiled(program) if isinstance(program, Program) else program
-    program, arguments, failures = found.program, found.arguments, found.failures
+    program, arguments = found.program, found.arguments
     with jax.enable_x64(program.wide):
         results: dict[str, Any] = {}
         for name, side in found.sides.items():
@@ -157,37 +191,29 @@ def measured(program: Program | CompiledProgram, seconds: float) -> Record:
             except Exception as error:
                 if name == "ours":
                     raise
-                failures[name] = failure_of(error)
-        sides = {name: found.sides[name] for name in results}
+                found.failures[name] = failure_of(error)
         peers = [name for name in (program.peer, *program.sides) if name in results]
         peer = next((name for name in peers if name != "ours"), None)
         errors = program.errors(arguments, results) if peer else {}
-        del results
-        of_ours = found.kernels["ours"]
-        row = {
+        fields = {
             "name": program.name,
             **({"group": program.group} if program.group else {}),
             "error": errors,
-            "kernels": of_ours,
+            "kernels": found.kernels["ours"],
         }
         if peer and errors.get("ours", 0) > program.margin * errors.get(peer, 0) + _ROUNDING:
-            return row | {"failure": f"error {errors['ours']:.1e}, {peer}'s {errors[peer]:.1e}"}
-        runs = {name: functools.partial(side, *arguments) for name, side in sides.items()}
-        times = program.timing(runs, seconds).fields()
-    more = {
-        "wall_seconds": times.get("wall_seconds"),
-        "failures": failures,
-        "kernels_of_sides": {
-            side: x for side, x in found.kernels.items() if side in sides and x != of_ours
-        },
-    }
-    return row | {
-        "seconds": times["seconds"],
-        "ratio": {peer: times["ratio"][peer]} if peer else {},
-        "method": times["method"],
-        "temporaries": {name: temporary_bytes(side) for name, side in sides.items()},
-        **{key: value for key, value in more.items() if value},
-    }
+            fields["failure"] = f"error {errors['ours']:.1e}, {peer}'s {errors[peer]:.1e}"
+        runs = {name: functools.partial(found.sides[name], *arguments) for name in results}
+    return CheckedProgram(found, runs, peer, fields)
+
+
+def measured(program: Program, seconds: float) -> Record:
+    """Return the row of a program: times, errors and temporaries of each side."""
+    found = checked(compiled(program))
+    if not found.is_right:
+        return found.fields
+    with jax.enable_x64(program.wide):
+        return found.row(program.timing(found.runs, seconds))
 
 
 def check_memory(compiled: Any, placed: bool = True) -> None:

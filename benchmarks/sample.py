@@ -18,7 +18,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -40,13 +40,14 @@ from benchmarks.programs import (
     Errors,
     Program,
     RowsCommand,
+    checked,
     compiled,
-    measured,
     on_gpu,
 )
 from benchmarks.record import Record
 from benchmarks.regret import spread
 from benchmarks.samples import LIMITS
+from benchmarks.timing import Runs, Times, device_times, times_of_rows
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import NoKernel
@@ -176,9 +177,18 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
                 return
             # NVRTC and XLA compile without the interpreter's lock.
             compiling = functools.partial(_compiled, arguments.policy, arguments.candidates)
-            for call, program in zip(chunk, pool.map(compiling, chunk), strict=True):
-                draw = {"draw": list(dataclasses.astuple(call))}
-                yield measured(program, arguments.seconds) | draw
+            programs = [checked(program) for program in pool.map(compiling, chunk)]
+            times = iter(_times([x.runs for x in programs if x.is_right], arguments.seconds))
+            for call, program in zip(chunk, programs, strict=True):
+                row = program.row(next(times)) if program.is_right else program.fields
+                yield row | {"draw": list(dataclasses.astuple(call))}
+
+
+def _times(runs: Sequence[Runs], seconds: float) -> Sequence[Times]:
+    """Return the times of several programs, for which one profile serves on a GPU."""
+    if on_gpu() and runs:
+        return times_of_rows(runs, seconds)
+    return [device_times(x, seconds) for x in runs]
 
 
 def _compiled(policy: str, most: int, call: DrawnCall) -> CompiledProgram:
