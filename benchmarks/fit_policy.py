@@ -3,10 +3,10 @@
     python -m benchmarks fit_policy DEVICE RECORD... [--times FILE] [--json FILE]
     python -m benchmarks fit_policy DEVICE --measure FOLDER [--minutes 30] [--json FILE]
 
-The second form draws calls of every operation, times them on this machine, and writes the records
-to the folder first. What another device's data says of a device with the same SMs (``SCALED`` of
-``plans/policy/model.py``) is corrected by its own calls. It stays as it is where these are few, and
-where corrections choose no better on unseen calls.
+The second form draws calls of the operations that the policy predicts, times them on this machine,
+and writes the records to the folder first. What another device's data says of a device with the
+same SMs (``SCALED`` of ``plans/policy/model.py``) is corrected by its own calls. It stays as it is
+where these are few, and where corrections choose no better on unseen calls.
 Every call is predicted by models that were fitted without it, five times a fifth of the calls. The
 margin is chosen, and the error reported, on these predictions. The file has models of all calls.
 """
@@ -49,36 +49,32 @@ from jax_tilekern.plans.policy.model import (
 from jax_tilekern.plans.policy.workload import (
     FUSED,
     Workload,
-    call_workload,
     candidate_numbers,
 )
 from jax_tilekern.plans.tuned import XLA
-from jax_tilekern.primitives.operation import define
 
 HELP = "fit the policy's predictions for a device to measured calls"
 
-# The sort that reductions read, which XLA drops where a kernel reads none.
-_SORT = "tilekern_order_by_key"
-# Primitives whose planners state the workloads of what they choose.
-_STATED = {
-    f"tilekern_{name}" for name in ("contract", "contract_complex", "sum", "transpose", "add")
-}
 # Instead of a candidate's key: the one that the planner ranks first.
 _FIRST = "first"
 _Array = np.ndarray[Any, np.dtype[Any]]
 _DRAWN = "sample", "--count", "200", "--policy", "kernels"
 _WITH_EPILOGUES = "linear", "matmul, epilogue", "matmul, residual"
-# The commands that time calls on a GPU, by their records, and their shares of the time. Several
+_SIX = "--candidates", "6"
+# The commands that time calls, by their records, and their shares of the time. On GPUs several
 # candidates of a product are timed.
 _ON_GPUS: Mapping[str, tuple[float, Sequence[str]]] = {
-    "regret-matmul": (0.28, ("regret", "matmul", "--sample", "400")),
-    "regret-decode": (0.1, ("regret", "decode", "--sample", "150")),
-    "regret-matvec": (0.05, ("regret", "matvec", "--sample", "60")),
-    "regret-vdot": (0.05, ("regret", "vdot", "--sample", "60")),
-    "fused": (0.12, (*_DRAWN, "--candidates", "6", "--operations", *_WITH_EPILOGUES)),
-    "sample": (0.4, _DRAWN),
+    "regret-matmul": (0.45, ("regret", "matmul", "--sample", "800", *_SIX)),
+    "regret-decode": (0.15, ("regret", "decode", "--sample", "300", *_SIX)),
+    "regret-matvec": (0.05, ("regret", "matvec", "--sample", "120")),
+    "regret-vdot": (0.05, ("regret", "vdot", "--sample", "120")),
+    "fused": (0.2, (*_DRAWN, *_SIX, "--operations", *_WITH_EPILOGUES)),
+    "sample": (0.1, (*_DRAWN, "--operations", "sum", "transpose")),
 }
-_ON_CPUS: Mapping[str, tuple[float, Sequence[str]]] = {"sample": (1.0, _DRAWN)}
+_OF_CPUS = "matmul", "matvec", "vdot", "sum", "transpose", "add"
+_ON_CPUS: Mapping[str, tuple[float, Sequence[str]]] = {
+    "sample": (1.0, (*_DRAWN, "--operations", *_OF_CPUS))
+}
 _FOLDS = 5
 # Boosting's trees, their depth, and the share of its fit that each adds: for many times, for few,
 # and for errors.
@@ -89,6 +85,8 @@ _ERRORS = (40, 3, 0.1)
 # What corrects another model.
 _CORRECTION = (40, 3, 0.1)
 _RATE_QUANTILE = 0.98
+# How much more a correction has to be worth than what it corrects, whose calls are few.
+_LEAST_GAIN = 0.01
 # Margins to try. The best has the largest mean of the logarithm of the speed over XLA's, less the
 # share of calls slower than 0.97, as far as that exceeds what is allowed.
 _LEAST = (0.0, 0.03, 0.06, 0.08, 0.1, 0.15)
@@ -324,32 +322,22 @@ def _measured_calls(
 
 def measured_call(call: CallTimes, device: Device) -> MeasuredCall | None:
     """Lower a call for the device; return what its planner asks the policy, if it asks once."""
-    # What planners ask, and the calls of primitives whose planners ask nothing.
     asked: list[tuple[Workload, Sequence[Any]]] = []
-    calls: list[tuple[Workload, Sequence[Any]]] = []
 
     def choose(workload: Workload, candidates: Sequence[Any], *_: Any) -> PolicyChoice[Any]:
         asked.append((workload, candidates))
         return PolicyChoice(None, "only the question is wanted")
 
-    def choose_kernel(_: str, *call: Any) -> None:
-        calls.append((call_workload(*call), ["kernel"]))
-
     row, on_gpu = call.row, isinstance(device, Gpu)
     with ExitStack() as stack:
         for module in (choice, planned_kernel):
             stack.enter_context(mock.patch.object(module, "choose", choose))
-        stack.enter_context(mock.patch(f"{define.__module__}.choose_kernel", choose_kernel))
         if isinstance(device, Gpu):
             stack.enter_context(gpu_target(device))
         stack.enter_context(row.types_enabled())
         function = jitted(row, OURS) if isinstance(row, Row) else jax.jit(row.function(OURS))
         traced = function.trace(*row.structs)
         traced.lower(lowering_platforms=("cuda" if on_gpu else "cpu",))
-    calls = [x for x in calls if x[0].operation != _SORT] or calls
-    primitives = {x.operation for x, _ in calls}
-    if not asked and len(primitives) == 1 and not primitives & _STATED:
-        asked = calls[:1]
     # What XLA computes of a product with an epilogue is asked for later.
     if asked and asked[0][0].operation == FUSED:
         asked = asked[:1]
@@ -561,7 +549,7 @@ def _choices(rows: _Rows, folds: Sequence[tuple[Forest, Forest, _Array]]) -> _Ch
 def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
     """Fit the models of an operation, and print their error on unseen calls.
 
-    Corrections that choose no better than what they correct are none.
+    Returns ``None`` where corrections choose no better than what they correct.
     """
     calls = rows.calls
     folds = np.random.default_rng(0).integers(_FOLDS, size=len(calls))
@@ -593,7 +581,7 @@ def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
             base_margin, of_base = rows.base.margin, rows.base.error(numbers_before)
         gain_before = before.gain(base_margin, of_base)
         print("  without corrections", before.report(gain_before))
-        if _value(gain) <= _value(gain_before):
+        if _value(gain) < _value(gain_before) + _LEAST_GAIN:
             return None
     xla, ours = rows.models(folds >= 0)
     error = _boosted(numbers, wrong, _ERRORS)

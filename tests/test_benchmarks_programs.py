@@ -145,14 +145,6 @@ def test_samples_of_descriptions_are_measured_and_fitted(tmp_path):
         fit_policy.read_times([path])
 
 
-def test_calls_of_primitives_are_fitted():
-    row = DrawnCall("segment_sum", 3, 0, "cpu")
-    times = {"xla": 2.0, "first": 1.0}
-    call = fit_policy.measured_call(fit_policy.CallTimes(row.name, row, times), Cpu(""))
-    assert call.workload.operation == "tilekern_segment_reduce"
-    assert (call.xla, call.ours) == (2.0, {0: 1.0})
-
-
 def test_candidates_of_products_with_epilogues_are_fitted(tmp_path):
     row, gpu = DrawnCall("matmul, residual", 72, 1, "gpu"), known_gpu("H200")
     with gpu_target("H200"):

@@ -19,7 +19,6 @@ from jax_tilekern.plans.policy.model import (
     model_of,
     scaled_model,
 )
-from jax_tilekern.plans.policy.workload import call_workload
 
 pytestmark = pytest.mark.defaults
 
@@ -191,46 +190,6 @@ def constant(value):
     """A forest that gives the same number for every call."""
     nodes = np.zeros((1, 1), np.uint8), np.zeros((1, 1), np.float32)
     return Forest(*nodes, np.zeros((1, 2), np.float32), value)
-
-
-@pytest.mark.parametrize(("ratio", "taken"), [(0.5, True), (0.95, False), (2.0, False)])
-def test_data_of_a_primitive_decides_without_rules_of_its_planner(monkeypatch, ratio, taken):
-    model = OperationModel(constant(1.0), constant(np.log(ratio)), constant(0.0), (0.1, 1.0))
-    data = DeviceModel("this CPU", 1.0, 1e4, {}, {}, {"tilekern_segment_reduce": model})
-    x, ids = jnp.ones((4096, 4)), jnp.zeros(4096, np.int32)
-
-    def choice():
-        found = jtk.explain(lambda x, i: jtk.segment_sum(x, i, 50), x, ids)
-        return next(x for x in found if "segment_sum" in x.call)
-
-    with jtk.policy("kernels"):
-        kernel = choice().kernel
-    assert kernel
-    monkeypatch.setattr("jax_tilekern.plans.policy.choice.model_of", lambda _: data)
-    found = choice()
-    assert found.kernel == (kernel if taken else None)
-    assert "data of this CPU" in found.reason
-    ours, xla = found.predicted_us
-    assert ours == pytest.approx(ratio * xla)
-    for name in ("kernels", "xla"):
-        with jtk.policy(name):
-            assert choice().kernel == (kernel if name == "kernels" else None)
-
-
-def test_calls_of_a_primitive_are_as_many_numbers():
-    def array(*shape, dtype=np.float32):
-        return jax.core.ShapedArray(shape, np.dtype(dtype))
-
-    first = call_workload("p", [array(3, 4)], [array()], {"kind": "sum", "k": 2})
-    assert first.bytes == 4 * 13
-    others = [
-        call_workload("p", [array(3, 4)], [array()], {"kind": "max", "k": 2}),
-        call_workload("p", [array(3, 4)], [array()], {"kind": "sum", "k": 3}),
-        call_workload("p", [array(3, 4, dtype=np.int8)], [array()], {"kind": "sum", "k": 2}),
-        call_workload("p", [array(4, 3)] * 5, [array(0)] * 3, {"plan": (1, None, np.dtype("f4"))}),
-    ]
-    assert {len(x.features) for x in others} == {len(first.features)}
-    assert all(x.features != first.features for x in others)
 
 
 def test_another_devices_data_are_scaled_by_the_memorys_bandwidth():

@@ -42,7 +42,7 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import planning_beside_collectives
 from jax_tilekern.plans.launch import NOT_PREDICTED, LaunchPlan, PredictedUs
-from jax_tilekern.plans.policy import choose_kernel, policy, why_excluded
+from jax_tilekern.plans.policy import policy, why_excluded
 from jax_tilekern.primitives import remat, taylor
 from jax_tilekern.primitives.linearity import OperandGroup, cotangents_in, jvp_of, tangents_out
 from jax_tilekern.scope import Setting, under_traced_settings
@@ -526,24 +526,12 @@ def _outcome(
     without_plan = _without_plan(ctx.avals_in, ctx.avals_out)
     if without_plan is not None:
         return without_plan
-    choice = None
+    refused = planner.refusal(*ctx.avals_in, **params)
+    if refused is not None:
+        return refused
     if place is Place.LOCAL:
-        choice = choose_kernel(platform, operation.name, ctx.avals_in, ctx.avals_out, params)
-        if choice is not None and choice.candidate is None:
-            return Fallback(choice.reason, choice.predicted_us)
-    # What data decides, no rule of the planner does.
-    with nullcontext() if choice is None else policy("kernels"):
-        refused = planner.refusal(*ctx.avals_in, **params)
-        if refused is not None:
-            return refused
-        if place is Place.LOCAL:
-            beside = planning_beside_collectives() if xla.has_other_devices(ctx) else nullcontext()
-            with beside:
-                outcome = planner.plan(operands, ctx.avals_out, **params)
-            if choice is not None and isinstance(outcome, PlannedKernel):
-                reason = f"{outcome.reason}; {choice.reason}"
-                return dataclasses.replace(outcome, reason=reason, predicted_us=choice.predicted_us)
-            return outcome
+        with planning_beside_collectives() if xla.has_other_devices(ctx) else nullcontext():
+            return planner.plan(operands, ctx.avals_out, **params)
     if operation.composed is not None and operation.is_composed(**params):
         composed = functools.partial(operation.composed, **params)
         return Rewrite("its operations are partitioned by their own rules", composed)

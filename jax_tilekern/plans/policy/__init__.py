@@ -8,7 +8,6 @@ own operation. The models of devices are data, one file a device in ``data/``:
 from jax_tilekern.plans.policy.choice import (
     PolicyChoice,
     choose,
-    choose_kernel,
     plan_choice,
     plan_fused,
     predicted_times,
@@ -18,7 +17,6 @@ from jax_tilekern.plans.policy.setting import current_policy, policy, why_exclud
 __all__ = [
     "PolicyChoice",
     "choose",
-    "choose_kernel",
     "current_policy",
     "plan_choice",
     "plan_fused",

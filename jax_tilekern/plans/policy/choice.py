@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from jax_tilekern.plans.candidate import Candidate, CostedCandidate, fused_plan, with_cycles
-from jax_tilekern.plans.cpu import Cpu, current_cpu
-from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
+from jax_tilekern.plans.cpu import Cpu
+from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import NOT_PREDICTED, LaunchPlan, NoKernel, PredictedUs
 from jax_tilekern.plans.policy.model import DeviceModel, model_of
 from jax_tilekern.plans.policy.setting import current_policy
-from jax_tilekern.plans.policy.workload import Workload, call_workload, candidate_numbers
+from jax_tilekern.plans.policy.workload import Workload, candidate_numbers
 
 _C = TypeVar("_C")
 Device = Gpu | Cpu
@@ -101,27 +101,6 @@ def predicted_times(
     margin = math.exp(max(least, error_factor * model.error([numbers])[0]))
     ours = predicted(known, workload, candidates, device, xla)
     return PredictedTimes(ours, xla, margin, model.device or known.device)
-
-
-def choose_kernel(
-    platform: str,
-    primitive: str,
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    params: Mapping[str, Any],
-) -> PolicyChoice[str] | None:
-    """Choose between a primitive's kernel and XLA by data; return ``None`` where there is none.
-
-    ``operands`` and ``results`` are abstract values.
-    """
-    try:
-        device = current_gpu() if platform == "cuda" else current_cpu()
-    except NoGpu:
-        return None
-    known = model_of(device.name)
-    if current_policy() != "auto" or known is None or primitive not in known.models:
-        return None
-    return choose(call_workload(primitive, operands, results, params), ["kernel"], device)
 
 
 def _is_wrong_in_xla(workload: Workload, device: Device) -> bool:

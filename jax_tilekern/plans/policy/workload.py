@@ -6,9 +6,8 @@ import dataclasses
 import functools
 import math
 import re
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,9 +36,6 @@ _FAMILIES = ("wgmma", "split", "small", "mma", "simt", "rows", "columns")
 # Common tiles, and the SMs of the GPUs that share them.
 _TILE, _SMS = 128, 132
 _MOST_ZEROS = 7
-# How many arrays and numbers are features of a call whose planner states no workload.
-_OPERANDS, _RESULTS, _PARAMETERS = 4, 2, 6
-_KINDS = "biufcV"
 # The operation of a product with an epilogue.
 FUSED = "fused product"
 
@@ -49,7 +45,7 @@ class Workload:
     """The work of a call, as numbers."""
 
     # Which model predicts it: "product", "vector product" (that the kernel of sums computes on
-    # GPUs), "fused product", "sum", "transpose", "add", or the name of a primitive.
+    # GPUs), "fused product", "sum", "transpose" or "add".
     operation: str
     operations: float  # multiply-adds
     bytes: float  # that are read and written, each once
@@ -230,49 +226,3 @@ def add_workload(dims: AddedDims, dtype: np.dtype[Any]) -> Workload:
     )
     total = (elements + sum(read)) * dtype.itemsize
     return Workload("add", 0, total, "", tuple(map(float, features)))
-
-
-def call_workload(
-    primitive: str, operands: Sequence[Any], results: Sequence[Any], params: Mapping[str, Any]
-) -> Workload:
-    """Return the work of any call, of which shapes, types and parameters are known."""
-    arrays = [*operands, *results]
-    total = sum(math.prod(x.shape) * _itemsize(x.dtype) for x in arrays)
-    words, numbers = _described([params[name] for name in sorted(params)])
-    features = (
-        len(operands),
-        *_array_features(operands, _OPERANDS),
-        *_array_features(results, _RESULTS),
-        # Trees tell the few variants of an operation by any number.
-        zlib.crc32(" ".join(words).encode()) % 2**16,
-        *(numbers + [-1] * _PARAMETERS)[:_PARAMETERS],
-    )
-    return Workload(primitive, 0, float(total), "", tuple(map(float, features)))
-
-
-def _itemsize(dtype: Any) -> int:
-    return int(getattr(dtype, "itemsize", 1))
-
-
-def _array_features(arrays: Sequence[Any], count: int) -> Iterator[float]:
-    """Yield the numbers of the first arrays, and zeros where there are fewer."""
-    for x in arrays[:count]:
-        rows, columns = (1, 1, *x.shape)[-2:]
-        kind = _KINDS.find(getattr(x.dtype, "kind", "V"))
-        yield from (math.log2(max(1, n)) for n in (math.prod(x.shape), columns, rows))
-        yield from (len(x.shape), _itemsize(x.dtype), kind)
-    yield from [0.0] * (6 * (count - len(arrays)))
-
-
-def _described(value: Any) -> tuple[list[str], list[float]]:
-    """Return the words and the numbers in a value of a parameter."""
-    if isinstance(value, int | float):
-        return [], [float(value)]
-    if is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in fields(value)]
-    if isinstance(value, tuple | list):
-        parts = [_described(x) for x in value]
-        return [w for words, _ in parts for w in words], [n for _, ns in parts for n in ns]
-    if value is None or isinstance(value, str | np.dtype):
-        return [str(value)], []
-    return [type(value).__name__], []
