@@ -28,6 +28,7 @@ from jax_tilekern.interop.patch import patch
 from jax_tilekern.ops.arrays.add import add
 from jax_tilekern.ops.arrays.sum import sum
 from jax_tilekern.ops.arrays.transpose import transpose
+from jax_tilekern.ops.attention.attention import attention
 from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
 from jax_tilekern.ops.cuda_kernel.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.kernel.kernel import kernel
@@ -80,6 +81,7 @@ __all__ = [
     "TensorMap",
     "add",
     "all_gather_matmul",
+    "attention",
     "bincount",
     "checkpoint_policies",
     "cost_analysis",

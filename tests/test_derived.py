@@ -441,7 +441,10 @@ def skip_what_has_no_such_program(name, how, arrays):
 # With float64 arrays where 64-bit types are off, JAX's own functions differ in the width of their
 # results. The oracles of these are other functions; their results are of float64, as those of
 # lax.ragged_dot.
-OTHER_TYPES = ("segment_reduce", "segment_plan", "row_", "linear_cross_entropy", "ragged_dot")
+OTHER_TYPES = (
+    *("attention", "segment_reduce", "segment_plan", "row_", "linear_cross_entropy"),
+    "ragged_dot",
+)
 # JAX's own functions; the oracles of others are other algorithms.
 FAMILIES = catalog.arrays, catalog.linalg, catalog.products
 OF_JAX = {x.name for family in FAMILIES for x in family.DESCRIPTIONS}

@@ -23,7 +23,7 @@ FAMILIES = [
     {"linalg", "kernel", "mixture", "cross_entropy"},
     {"muon", "cuda_kernel"},
     {"products"},
-    {"quantisation", "segments", "arrays"},
+    {"attention", "quantisation", "segments", "arrays"},
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.catalog import (
     arrays,
+    attention,
     cuda_kernel,
     epilogues,
     grouped,
@@ -17,8 +18,8 @@ from benchmarks.catalog import (
 )
 
 FAMILIES = (
-    arrays, cuda_kernel, epilogues, grouped, lanes, linalg, mixture, optimisers, products,
-    quantised, segments,
+    arrays, attention, cuda_kernel, epilogues, grouped, lanes, linalg, mixture, optimisers,
+    products, quantised, segments,
 )  # fmt: skip
 DESCRIPTIONS = {x.name: x for family in FAMILIES for x in family.DESCRIPTIONS}
 # Public names that compute nothing by themselves: modules, contexts, types and reports.

@@ -76,6 +76,38 @@ def _linear_cross_entropy(
     return losses.sum() / jnp.maximum(1, counted.sum()) if reduction == "mean" else losses.sum()
 
 
+def _attention(
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *,
+    is_causal: bool = False, query_seq_lengths: Any = None, key_value_seq_lengths: Any = None,
+    local_window_size: Any = None, score_mod: Any = None, precision: Any = None,
+) -> Any:  # fmt: skip
+    """Attention with all scores, in which a query that sees no key gives zeros."""
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, group, 2) for x in (key, value))
+    indices = jnp.ix_(*map(jnp.arange, (*query.shape[::2], *(x.shape[1] for x in (query, key)))))
+    b, h, q, k = (x.astype(jnp.int32) for x in indices)
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    score = jnp.einsum(
+        "btnh,bsnh->bnts", query, key, precision=precision, preferred_element_type=wide
+    ) / np.sqrt(query.shape[3]).astype(wide)
+    score = score if bias is None else score + bias.astype(wide)
+    score = score if score_mod is None else score_mod(score, b, h, q, k)
+    visible = jnp.ones(score.shape, bool) if mask is None else mask
+    if is_causal:
+        visible &= k <= q
+    if local_window_size is not None:
+        visible &= (q - local_window_size[0] <= k) & (k <= q + local_window_size[1])
+    if query_seq_lengths is not None:
+        visible &= q < query_seq_lengths[:, None, None, None]
+    if key_value_seq_lengths is not None:
+        visible &= k < key_value_seq_lengths[:, None, None, None]
+    visible = jnp.broadcast_to(visible, score.shape)
+    seen = visible.any(-1, keepdims=True)
+    score = jnp.where(visible | ~seen, score, -jnp.inf)
+    p = jnp.where(seen, jax.nn.softmax(score, -1), 0).astype(value.dtype)
+    return jnp.einsum("bnts,bsnd->btnd", p, value, precision=precision)
+
+
 def _masked_products(lhs: Any, rhs: Any, sizes: Any, **options: Any) -> Any:
     """Choose among products by the matrix of each group, because others' may have NaN."""
     out = jax.eval_shape(functools.partial(lax.ragged_dot, **options), lhs, rhs, sizes)
@@ -278,6 +310,7 @@ def _lu(a: Any) -> Any:
 ORACLES = SimpleNamespace(
     **{
         **_namesakes(jtk, _MODULES),
+        "attention": _attention,
         "all_gather_matmul": _all_gather_matmul,
         "fp8_dot_general": lax.dot_general,
         "gated_linear": _gated_linear,

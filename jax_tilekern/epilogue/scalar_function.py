@@ -317,7 +317,7 @@ def trace_scalars(
         if eqn.primitive is compat.name_p
     )
     if closed_over or names:
-        evaluated = functools.partial(_evaluate_without_names, traced.jaxpr, len(avals))
+        evaluated = functools.partial(evaluate_without_names, traced.jaxpr, len(avals))
         with compat.without_mesh():
             converted = jax.make_jaxpr(evaluated)(
                 *avals, *(_scalar(jax.typeof(x).dtype) for x in closed_over)
@@ -380,7 +380,7 @@ def _results(called: str, shapes: Any) -> tuple[Any, tuple[RowKind | None, ...]]
     return tree, tuple(x.kind if isinstance(x, RowReduction) else None for x in leaves)
 
 
-def _evaluate_without_names(jaxpr: compat.Jaxpr, count: int, *args: Any) -> list[Any]:
+def evaluate_without_names(jaxpr: compat.Jaxpr, count: int, *args: Any) -> list[Any]:
     """Evaluate a jaxpr on ``count`` operands, and on constants.
 
     Names are left out, because policies are asked about those of the whole call. Jitted functions
@@ -393,7 +393,7 @@ def _evaluate_without_names(jaxpr: compat.Jaxpr, count: int, *args: Any) -> list
         if compat.is_plain_jit(eqn):
             (inner,) = compat.jaxprs_of(eqn)
             consts = eqn.params["jaxpr"].consts
-            return _evaluate_without_names(inner, len(operands), *operands, *consts)
+            return evaluate_without_names(inner, len(operands), *operands, *consts)
         operands = [*compat.unify_varying(*operands)] if operands else operands
         return compat.bind_equation(eqn, operands, jax.sharding.get_abstract_mesh())
 

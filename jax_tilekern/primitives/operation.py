@@ -600,8 +600,8 @@ def _lowered(
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
     lower = mlir.lower_fun(by_xla(function), multiple_results=operation.several_results)
-    if "jaxpr" in params:
-        # It was traced outside of every shard_map.
+    if not params.keys().isdisjoint(("jaxpr", "scores")):
+        # Its functions were traced outside of every shard_map.
         ctx = ctx.replace(avals_in=[compat.without_varying_axes(aval) for aval in ctx.avals_in])
     with listed_below(), lowering_platform(platform):
         lowered: Sequence[Any] = lower(ctx, *values)

@@ -29,9 +29,9 @@ Split = tuple[Any, Any, Sequence[bool], Sequence[bool], list[compat.Var]]
 class Saved(NamedTuple):
     """The saved result of a call with several results, if a policy saves the product in it."""
 
-    position: int  # which result is saved
+    position: int | None  # which result is saved, ``None`` for all of them
     # Others(saved, *operands) gives the other results from it and the operands after the first two.
-    others: Callable[..., Sequence[Any]]
+    others: Callable[..., Sequence[Any]] = lambda *_: ()
     # Names that ``checkpoint_name`` has given to values inside the call. A policy that saves one of
     # them saves the result.
     names: Sequence[str] = ()
@@ -61,9 +61,10 @@ def register(
         case = _case(policy, stands_for, eqn, () if kept is None else kept.names)
         if case == "recompute":
             return eqn, eqn, [False] * count, [True] * count, _missing(eqn.invars, given)
-        if kept is None and (case == "save" or count > 1):
+        if kept is None and count == 1 and case != "save":
+            kept = Saved(0)
+        if kept is None or kept.position is None:
             return eqn, None, [False] * count, [False] * count, []
-        kept = kept or Saved(0, lambda *_: ())
         kept = kept._replace(others=mode_independent(kept.others))
         with entered(settings_of(eqn.params)):
             if case == "save":
@@ -97,6 +98,7 @@ def _case(policy: Callable[..., Any], stands_for: StandsFor, eqn: Any, names: Se
 
 def _saved(eqn: Any, kept: Saved, given: Sequence[bool]) -> Split:
     """Save one result, and compute the others from it in the backward pass."""
+    assert kept.position is not None
     others = [x for i, x in enumerate(eqn.outvars) if i != kept.position]
     result, operands = eqn.outvars[kept.position], eqn.invars[2:]
     recomputed = [x is not result for x in eqn.outvars]
@@ -114,18 +116,20 @@ def _saved(eqn: Any, kept: Saved, given: Sequence[bool]) -> Split:
 
 def _offloaded(eqn: Any, kept: Saved, given: Sequence[bool], home: Any, away: Any) -> Split:
     """Copy a result to another memory, and back in the backward pass."""
+    position = kept.position
+    assert position is not None
 
     @jax.jit
     def computed(*operands: Any) -> tuple[Any, Any]:
         results = eqn.primitive.bind(*operands, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
-        return results, jax.device_put(results[kept.position], away)
+        return results, jax.device_put(results[position], away)
 
     @jax.jit
     def fetched(copy: Any, *operands: Any) -> list[Any]:
         result = jax.device_put(copy, home)
         results = list(kept.others(result, *operands))
-        results.insert(kept.position, result)
+        results.insert(position, result)
         return results
 
     operands = eqn.invars[2:]

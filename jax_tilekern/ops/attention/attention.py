@@ -1,0 +1,256 @@
+"""``attention``: a softmax of any function of products of queries and keys, times values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.interop.originals import jnp
+from jax_tilekern.ops.arguments import integer, number
+from jax_tilekern.ops.attention import primitives
+from jax_tilekern.ops.attention.blocks import score_type
+from jax_tilekern.ops.attention.scores import Scores, traced
+from jax_tilekern.ops.jitted import MOST_FUNCTIONS, jitted
+
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    precision: lax.PrecisionLike = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""Attention of any score function, with the parameters of ``jax.nn.dot_product_attention``.
+
+    For each head, ``softmax(score_mod(scale * query @ key.T + bias)) @ value`` over the keys that a
+    query sees: those that ``mask``, ``is_causal``, the lengths, the window and ``mask_mod`` all
+    allow. A query that sees no key gives zeros, and its derivatives are zero.
+
+    The scores are never in memory as a whole: memory is linear in both lengths, for the value and
+    all derivatives.
+
+    Parameters
+    ----------
+    query
+        Array of shape ``(batch, queries, heads, features)``, or without the batch; of a
+        floating-point type.
+    key
+        Array of shape ``(batch, keys, key_heads, features)``. ``heads`` is a multiple of
+        ``key_heads``, and the head ``n`` of the query reads ``n // (heads // key_heads)``.
+    value
+        Array of shape ``(batch, keys, key_heads, value_features)``.
+    bias
+        Added to the scaled products: an array that broadcasts to ``(batch, heads, queries, keys)``.
+    mask
+        Booleans that broadcast to the same shape, true where a query sees a key.
+    scale
+        Factor of the products; ``1 / sqrt(features)`` by default.
+    is_causal
+        Whether a query sees no key of a larger index.
+    query_seq_lengths, key_value_seq_lengths
+        Integers of shape ``(batch,)``: queries and keys from there on are none.
+    local_window_size
+        By how much the index of a key may be smaller, and larger, than that of the query; one
+        number for both.
+    score_mod
+        ``score_mod(score, batch, head, query_index, key_index)`` returns the score of a query and a
+        key from the product with scale and bias. It is a function of scalars, and may read arrays
+        by closure and index them. ``score`` is a float32, or a float64 where the operands are;
+        indices are int32.
+    mask_mod
+        ``mask_mod(batch, head, query_index, key_index)`` says whether a query sees a key. It may
+        read arrays as well.
+    precision
+        Of the products, as of :func:`jax_tilekern.matmul`.
+    return_residual
+        Whether to return the logarithms, too.
+
+    Returns
+    -------
+    out
+        Array of shape ``(batch, queries, heads, value_features)``, or without the batch, of the
+        type of ``query``.
+    residual
+        With ``return_residual``, the logarithm of the sum of the exponentials of each query's
+        scores, of shape ``(batch, queries, heads)``; float32, or float64. It is ``-inf`` where the
+        query sees no key, and has derivatives as the result does.
+
+    Raises
+    ------
+    TypeError
+        If an array is not of such a type, or a function is none of such scalars.
+    ValueError
+        If shapes or types do not go together, or a window is negative.
+
+    See Also
+    --------
+    linear_cross_entropy : the loss after the last layer.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x = jnp.ones((1, 4, 2, 8))
+    >>> slopes = jnp.array([0.5, 0.25])
+    >>> jtk.attention(
+    ...     x, x, x, is_causal=True,
+    ...     score_mod=lambda score, b, h, q, k: score - slopes[h] * (q - k),
+    ... ).shape
+    (1, 4, 2, 8)
+    """
+    operands = query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths
+    given = {name: x for name, x in zip(_ARRAYS, operands, strict=True) if x is not None}
+    compat.check_arraylike("attention", *given.values())
+    arrays = {name: jnp.asarray(x) for name, x in given.items()}
+    _check(arrays)
+    features = arrays["query"].shape[-1]
+    factor = 1 / np.sqrt(max(1, features)) if scale is None else scale
+    if isinstance(factor, jax.core.Tracer):
+        raise TypeError(
+            "attention: scale is traced; it is a number that a program is compiled for. Multiply "
+            "the score by it in score_mod, which has derivatives by it"
+        )
+    wide = score_type(arrays["query"])
+    score, of_score = (None, []) if score_mod is None else traced(score_mod, "score_mod", wide)
+    visible, of_mask = (None, []) if mask_mod is None else traced(mask_mod, "mask_mod", None)
+    named = {name: arrays[own] for name, own in _NAMED.items() if own in arrays}
+    scores = _first(
+        Scores(
+            scale=number("attention", "scale", factor),
+            named=tuple((name, None) for name in named),
+            score_mod=score,
+            mask_mod=visible,
+            is_causal=bool(is_causal),
+            window=_window(local_window_size),
+            precision=compat.canonicalize_precision(precision),
+        )
+    )
+    read = scores.in_order(named, of_score, of_mask)
+    first = [arrays[name] for name in _ARRAYS[:3]]
+    out, residual = _attention(first[0], first[1], first[2], read, scores=scores)
+    return (out, residual) if return_residual else out
+
+
+@compat.cached(max_size=MOST_FUNCTIONS)
+def _first(scores: Scores) -> Scores:
+    """Return the first description of those that are equal."""
+    return scores
+
+
+_NAMED = {
+    "bias": "bias",
+    "mask": "mask",
+    "query_lengths": "query_seq_lengths",
+    "key_lengths": "key_value_seq_lengths",
+}
+_ARRAYS = (
+    "query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths"
+)  # fmt: skip
+
+
+def _window(size: Any) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    sizes = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(sizes) != 2:
+        raise ValueError(f"attention: local_window_size is {size!r}; it is an integer or two")
+    before, after = (integer("attention", "local_window_size", x) for x in sizes)
+    if before < 0 or after < 0:
+        raise ValueError(f"attention: local_window_size is {size!r}; it is not negative")
+    return before, after
+
+
+def _check(arrays: dict[str, Array]) -> None:
+    query, key, value = (arrays[name] for name in _ARRAYS[:3])
+    types = ", ".join(f"{name} {x.dtype}{[*x.shape]}" for name, x in arrays.items())
+    for name in _ARRAYS[:3]:
+        x = arrays[name]
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+            raise TypeError(
+                f"attention: {name} must be bfloat16, float16, float32 or float64: {types}"
+            )
+        if x.dtype != query.dtype:
+            raise ValueError(f"attention: query, key and value must have one type: {types}")
+        if x.ndim not in (3, 4) or x.ndim != query.ndim:
+            raise ValueError(
+                "attention: query, key and value must have dimensions (batch, length, heads, "
+                f"features), or all of them lack the batch: {types}"
+            )
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(
+            f"attention: key and value differ in more than the last dimension: {types}"
+        )
+    if query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"attention: query and key must have one size of batch and of features: {types}"
+        )
+    heads, key_heads = query.shape[-2], key.shape[-2]
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(
+            f"attention: the heads of query, {heads}, must be a multiple of those of key, "
+            f"{key_heads}: {types}"
+        )
+    batch = query.shape[0] if query.ndim == 4 else 1
+    whole = (batch, heads, query.shape[-3], key.shape[-3])
+    for name in {"bias", "mask"} & arrays.keys():
+        shape = arrays[name].shape
+        padded = (1,) * (4 - len(shape)) + shape
+        if len(padded) > 4 or any(x not in (1, y) for x, y in zip(padded, whole, strict=True)):
+            raise ValueError(
+                f"attention: {name} must broadcast to (batch, heads, queries, keys), {whole}: "
+                f"{types}"
+            )
+    if "bias" in arrays and not jnp.issubdtype(arrays["bias"].dtype, jnp.floating):
+        raise TypeError(
+            f"attention: bias must have a floating-point type; booleans are a mask: {types}"
+        )
+    if "mask" in arrays and arrays["mask"].dtype != np.bool_:
+        raise ValueError(f"attention: mask must be of booleans; pass numbers as bias: {types}")
+    for name in {"query_seq_lengths", "key_value_seq_lengths"} & arrays.keys():
+        if not jnp.issubdtype(arrays[name].dtype, jnp.integer):
+            raise TypeError(f"attention: {name} must be integers: {types}")
+        if arrays[name].shape != (batch,):
+            raise ValueError(
+                f"attention: {name} must have a number for each element of the batch, ({batch},): "
+                f"{types}"
+            )
+
+
+@jitted(functions=("scores",))
+@mode_independent
+def _attention(
+    query: Array, key: Array, value: Array, arrays: Sequence[Array], scores: Scores
+) -> tuple[Array, Array]:
+    def four_dims(x: Array) -> Array:
+        return jnp.expand_dims(x, tuple(range(4 - x.ndim)))
+
+    own = []
+    for kind, x in zip(scores.kinds, arrays, strict=True):
+        if kind in ("bias", "mask"):
+            x = four_dims(x)
+        elif kind in ("query_lengths", "key_lengths"):
+            x = x.astype(np.int32)
+        own.append(x)
+    out, lse = primitives.attention(*map(four_dims, (query, key, value)), *own, scores=scores)
+    lse = jnp.transpose(lse, (0, 2, 1))
+    return (out, lse) if query.ndim == 4 else (out[0], lse[0])

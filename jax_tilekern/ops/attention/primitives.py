@@ -1,0 +1,339 @@
+"""The primitives of attention.
+
+``attention`` gives the result and the log of the sum of exponentials of each query. Its tangent is
+linear in the tangents of operands (``attention_tangent``), and the transpose of that is
+``attention_backward``, which computes the probabilities again from the logarithms. The derivatives
+of these two are those of their programs in blocks (:mod:`jax_tilekern.ops.attention.blocks`).
+
+Operands of ``attention`` are ``query`` of shape ``(batch, queries, heads, features)``, ``key`` and
+``value`` of ``(batch, keys, key heads, ...)``, and the arrays that scores and masks read. Those of
+the other two come between ``value`` and the arrays: the results of ``attention`` and their
+cotangents, or the results and the tangents of the operands ``wanted``, positions of the operands of
+``attention``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
+from jax_tilekern.interop.originals import jnp
+from jax_tilekern.ops.attention import blocks
+from jax_tilekern.ops.attention.scores import Scores
+from jax_tilekern.partitioning import params_text
+from jax_tilekern.partitioning.local_program import Shard
+from jax_tilekern.partitioning.rule import Dims, ShardingRule
+from jax_tilekern.primitives.linearity import jvp_of
+from jax_tilekern.primitives.operation import (
+    Operand,
+    Operation,
+    Planner,
+    Rewrite,
+    define,
+    no_refusal,
+)
+from jax_tilekern.primitives.remat import Saved
+
+Results = Sequence[Array]
+# Checkpoint policies that save this name save the results of a call.
+NAME = "attention"
+_BATCH, _QUERIES, _HEADS = range(3)
+
+
+# Types of results.
+
+
+def _like_results(query: Array, key: Array, value: Array, *_: Array, **__: Any) -> list[Array]:
+    del key
+    wide = blocks.score_type(query)
+    rows = jnp.zeros_like(query[..., 0])
+    out = jnp.broadcast_to(rows[..., None], (*rows.shape, value.shape[-1]))
+    return [out, rows.astype(wide).transpose(0, 2, 1)]
+
+
+def _like_wanted(*operands: Array, wanted: Sequence[int], **_: Any) -> list[Array]:
+    own = (*operands[:3], *operands[7:])
+    return [jnp.zeros_like(own[i]) for i in wanted]
+
+
+# Derivatives.
+
+
+def _jvp(
+    primals: Results, tangents: Sequence[Any], *, scores: Scores
+) -> tuple[Results, Sequence[Any]]:
+    out, lse = attention(*primals, scores=scores)
+    wanted = tuple(i for i, x in enumerate(tangents) if type(x) is not ad.Zero)
+    if not wanted:
+        return [out, lse], [compat.zero_tangent(x) for x in (out, lse)]
+    dots = [tangents[i] for i in wanted]
+    operands = *primals[:3], out, lse, *dots, *primals[3:]
+    return [out, lse], attention_tangent(*operands, scores=scores, wanted=wanted)
+
+
+def _jvp_of_tangent(
+    primals: Results, tangents: Sequence[Any], *, wanted: Sequence[int], **params: Any
+) -> tuple[Any, Any]:
+    params["wanted"] = wanted
+    linear = range(5, 5 + len(wanted))
+    if any(type(x) is not ad.Zero for i, x in enumerate(tangents) if i not in linear):
+        return jvp_of(blocks.tangent, primals, tangents, **params)
+    moved = list(primals)
+    for i in linear:
+        moved[i] = ad.instantiate_zeros(tangents[i])
+    return attention_tangent(*primals, **params), attention_tangent(*moved, **params)
+
+
+def _transposed_tangent(
+    cotangents: Results, *operands: Any, wanted: Sequence[int], **params: Any
+) -> Results:
+    first, arrays = operands[:5], operands[5 + len(wanted) :]
+    results: Results = attention_backward(*first, *cotangents, *arrays, wanted=wanted, **params)
+    return results
+
+
+# Batching: mapped calls are more elements of the batch.
+
+
+def _batch_of(name: str) -> Callable[..., tuple[Results, Sequence[int]]]:
+    """Return the rule of a primitive, which binds it again."""
+
+    def batch(
+        axis_data: Any, operands: Results, dims: Sequence[int | None], *, scores: Scores,
+        **params: Any,
+    ) -> tuple[Results, Sequence[int]]:  # fmt: skip
+        count, wanted = axis_data.size, params.get("wanted", ())
+        is_mapped = [dim is not None for dim in dims]
+        moved = [
+            x if dim is None else jnp.moveaxis(x, dim, 0)
+            for x, dim in zip(operands, dims, strict=True)
+        ]
+        size = moved[0].shape[int(is_mapped[0])]
+        first = len(operands) - len(scores.kinds)
+        # The tangent of an array is mapped if the array is, and its cotangent always.
+        tangents = {i - 3: 5 + n for n, i in enumerate(wanted) if i >= 3}
+        if name != "tangent":
+            tangents = {}
+        leads = [
+            is_mapped[first + i]
+            or (i in tangents and is_mapped[tangents[i]])
+            or (name == "backward" and i + 3 in wanted)
+            for i in range(len(scores.kinds))
+        ]
+
+        def mapped(i: int) -> Array:
+            x = moved[i]
+            return x if is_mapped[i] else jnp.broadcast_to(x, (count, *x.shape))
+
+        scores, forms = _merged(scores, count, size, leads, moved[first:], is_mapped[first:])
+        of_arrays = {tangents[i]: forms[i] for i in tangents if leads[i]}
+        of_arrays |= {first + i: forms[i] for i in range(len(forms)) if leads[i]}
+        not_merged = {*tangents.values(), *range(first, len(operands))}
+        merged = [
+            of_arrays[i](mapped(i))
+            if i in of_arrays
+            else moved[i]
+            if i in not_merged
+            else _joined(mapped(i))
+            for i in range(len(operands))
+        ]
+        results = BINDS[name](*merged, scores=scores, **params)
+        if name != "backward":
+            return [_parted(x, count) for x in results], [0] * len(results)
+        parted = []
+        for i, x in zip(wanted, results, strict=True):
+            if i < 3:
+                parted.append(_parted(x, count))
+                continue
+            given = mapped(first + i - 3)
+            parted += jax.linear_transpose(forms[i - 3], jax.typeof(given))(x)
+        return parted, [0] * len(parted)
+
+    return batch
+
+
+def _joined(x: Array) -> Array:
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _parted(x: Array, count: int) -> Array:
+    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+
+def _merged(
+    scores: Scores, count: int, batch: int, leads: Sequence[bool], arrays: Results,
+    is_mapped: Sequence[bool],
+) -> tuple[Scores, list[Callable[[Array], Array]]]:  # fmt: skip
+    """Return the description of ``count`` calls as one.
+
+    And for each array that has a part of each call, which leads its dimensions, the function from
+    it to an operand of the one call.
+    """
+    divisors, named = {}, dict(scores.named)
+    forms: list[Callable[[Array], Array]] = []
+    for kind, leading, x, has_axis in zip(scores.kinds, leads, arrays, is_mapped, strict=True):
+        if kind not in named:
+            forms.append(lambda x: x)
+            continue
+        size, divisor = x.shape[int(has_axis)], named[kind]
+        if not leading:
+            divisors[kind] = 1 if divisor is None and size > 1 else divisor
+            forms.append(lambda x: x)
+        elif size == 1 and batch > 1:
+            divisors[kind] = batch
+            forms.append(_joined)
+        elif divisor is None or divisor * size == batch:
+            divisors[kind] = divisor
+            forms.append(_joined)
+        else:
+            divisors[kind] = None
+            rows = np.arange(batch) // divisor % size
+            forms.append(functools.partial(lambda rows, x: _joined(x[:, rows]), rows))
+    n = scores.score_arrays
+    of_score = [x for x, kind in zip(leads[:n], scores.kinds, strict=False) if kind == "of_score"]
+    of_mask = [x for x, kind in zip(leads, scores.kinds, strict=True) if kind == "of_mask"]
+    return dataclasses.replace(
+        scores,
+        named=tuple((name, divisors[name]) for name, _ in scores.named),
+        score_mod=scores.score_mod and scores.score_mod.mapped(count, batch, of_score),
+        mask_mod=scores.mask_mod and scores.mask_mod.mapped(count, batch, of_mask),
+    ), forms
+
+
+# Partitioning: elements of the batch, heads and queries are independent.
+
+
+def _rule_of(name: str) -> Callable[..., ShardingRule]:
+    def rule(*operands: Any, scores: Scores, wanted: Sequence[int] = ()) -> ShardingRule:
+        query, key, value = operands[:3]
+        batch, queries, heads, features = query.shape
+        of_query: Dims = (_BATCH, _QUERIES, _HEADS, None)
+        of_key: Dims = (_BATCH, None, _HEADS, None)
+        of_lse: Dims = (_BATCH, _HEADS, _QUERIES)
+        first = len(operands) - len(scores.kinds)
+        sizes = {_BATCH: batch, _QUERIES: queries, _HEADS: key.shape[2]}
+        labels = [of_query, of_key, of_key]
+        labels += [
+            _labels_of_array(scores, kind, x, (batch, heads, queries))
+            for kind, x in zip(scores.kinds, operands[first:], strict=True)
+        ]
+        moved = [labels[i] for i in wanted]
+        of_results: dict[str, list[Dims]] = {
+            "forward": [],
+            "tangent": [of_query, of_lse, *moved],
+            "backward": [of_query, of_lse] * 2,
+        }
+        products = {"forward": 2, "tangent": 5, "backward": 5}[name]
+        flops = 1.0 * products * batch * heads * queries * key.shape[1]
+        return ShardingRule(
+            (*labels[:3], *of_results[name], *labels[3:]),
+            tuple(moved) if name == "backward" else (of_query, of_lse),
+            sizes,
+            flops=flops * (features + value.shape[3]),
+            zero_padding=False,
+            names={_BATCH: "batch", _QUERIES: "queries", _HEADS: "heads"},
+            each_result_is_a_sum=True,
+            # Several heads of queries belong to one of keys.
+            blocked=frozenset({_HEADS} if heads != key.shape[2] else ()),
+        )
+
+    return rule
+
+
+def _labels_of_array(scores: Scores, kind: str, x: Any, sizes: tuple[int, int, int]) -> Dims:
+    if kind in ("of_score", "of_mask"):
+        return tuple([None] * x.ndim)
+    first = _BATCH if scores.divisor(kind) is None else None
+    labels = (first, _HEADS, _QUERIES, None)[: x.ndim]
+    whole = dict(zip((_BATCH, _HEADS, _QUERIES), sizes, strict=True))
+    return tuple(
+        label if label is not None and size == whole[label] > 1 else None
+        for label, size in zip(labels, x.shape, strict=True)
+    )
+
+
+def _localised(shard: Shard, *operands: Array, scores: Scores, **_: Any) -> Results:
+    """Add the first element of the batch, head and query of the device."""
+    split = [shard.is_split(x) for x in (_BATCH, _QUERIES, _HEADS)]
+    if not (scores.reads_indices and any(split)):
+        return operands
+
+    def start(label: int) -> Any:
+        return shard.start(label) if shard.is_split(label) else np.int32(0)
+
+    group = operands[0].shape[2] // operands[1].shape[2]
+    origins = jnp.stack([start(_BATCH), start(_HEADS) * group, start(_QUERIES)])
+    return *operands, origins
+
+
+# Lowering.
+
+
+def _planners(function: Callable[..., Results]) -> dict[str, Planner]:
+    def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
+        return Rewrite("blocks of scores by XLA", functools.partial(function, **params))
+
+    return {platform: Planner(no_refusal, plan) for platform in ("cpu", "cuda")}
+
+
+def _defined(name: str, function: Callable[..., Results], **rules: Any) -> Callable[..., Any]:
+    defaults: dict[str, Any] = {
+        "batch": _batch_of(name),
+        "jvp": functools.partial(jvp_of, function),
+        "sharding_rule": _rule_of(name),
+        "localised": _localised,
+        "like_results": _like_results,
+        "planners": _planners(function),
+    }
+    suffix = "" if name == "forward" else f"_{name}"
+
+    def describe(*, scores: Scores, **_: Any) -> str:
+        words = str(scores)
+        return f"attention{suffix}" + (f" ({words})" if words else "")
+
+    rules = defaults | {"describe": describe} | rules
+    return define(Operation(f"tilekern_attention{suffix}", function, several_results=True, **rules))
+
+
+def _stands_for(*, scores: Scores) -> tuple[compat.Primitive, dict[str, Any]]:
+    dims = (((3,), (3,)), ((0, 2), (0, 2)))
+    params = {
+        "dimension_numbers": dims,
+        "precision": scores.precision,
+        "preferred_element_type": None,
+        "out_sharding": None,
+    }
+    return compat.dot_general_p, params
+
+
+attention = _defined(
+    "forward",
+    blocks.forward,
+    jvp=_jvp,
+    stands_for=_stands_for,
+    saved=lambda **_: Saved(None, names=(NAME,)),
+)
+attention_tangent = _defined(
+    "tangent",
+    blocks.tangent,
+    jvp=_jvp_of_tangent,
+    transposes=lambda *, wanted, **_: {
+        tuple(range(5, 5 + len(wanted))): _transposed_tangent,
+    },
+)
+attention_backward = _defined("backward", blocks.backward, like_results=_like_wanted)
+BINDS = {"forward": attention, "tangent": attention_tangent, "backward": attention_backward}
+
+params_text.register(
+    Scores,
+    lambda scores: tuple(getattr(scores, x.name) for x in dataclasses.fields(scores)),
+    lambda fields: Scores(*fields),
+)
