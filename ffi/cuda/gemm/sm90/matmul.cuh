@@ -13,6 +13,14 @@
 // its work. Their results of two bytes wait in registers, and are stored while the next tile's MMAs
 // run.
 //
+// The producer gives up registers, which the consumers take (setmaxnreg): 232 each of two, 248 of
+// one. Accumulators take 128 of a thread's in a cooperative tile of 256x128 or 128x256, and 192 in
+// a ping-pong tile of 128x192.
+//
+// ptxas keeps MMAs asynchronous only if no register of an MMA in flight is touched. Otherwise it
+// serializes them, and says so in a note of severity "info" (C7511, C7514 and others).
+// `compiler.py` keeps these notes, and the tests that compile the kernels accept none.
+//
 // A kernel is composed of four parts, each of which says what another value of it has to provide:
 //
 //   tile scheduler   which work tiles a CTA computes              tile_scheduler.cuh

@@ -74,6 +74,7 @@ class ScaledMma {
   static constexpr bool kInPlace = false;
   static constexpr int kFragmentSets = kScaledColumns ? 1 : 2;
   static constexpr bool kRetireEachTile = true;
+  // A consumer of a tile of 256x128 has 128 registers of results and 64 of accumulators.
   static constexpr bool kResultsMayWait = kRowBlocks == 1;
 
   ScaledMma(const Params& params, int row, int warp_row)

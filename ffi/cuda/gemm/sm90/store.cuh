@@ -1,5 +1,6 @@
 // Stores a consumer's results: subtile by subtile through shared memory, by TMA where the output's
-// strides allow. That takes some 2500 cycles for a tile of 128x256, so results that fit in
+// strides are multiples of 16 bytes, and otherwise by threads, element by element. TMA clips what
+// lies beyond the output. That takes some 2500 cycles for a tile of 128x256, so results that fit in
 // registers wait there, and are stored while the next tile's MMAs are in flight.
 #pragma once
 

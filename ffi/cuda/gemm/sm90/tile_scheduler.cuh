@@ -27,7 +27,9 @@
 //   kMirrors                       whether the output is symmetric, and its tiles are those that
 //                                  reach the diagonal or are below it
 //   kColumnStep                    the producer loads and the consumers multiply columns of a
-//                                  partial tile in multiples of it; otherwise it is block_n
+//                                  partial tile in multiples of it; otherwise it is block_n. Each
+//                                  number of columns has code of its own and takes registers, so
+//                                  steps are longer where accumulators are promoted
 //   kTmaColumnStep, kTmaColumns    if kPartialN: columns of a short and a long TMA tile of rhs
 #pragma once
 
