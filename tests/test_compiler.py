@@ -265,6 +265,21 @@ def test_threads_share_one_build(compilations: list[str]) -> None:
     assert len(results) == 8
 
 
+def test_kernels_of_a_plan_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each compilation waits until all have begun, which they would not one after the other."""
+    names = [f"scale<{number}>" for number in range(1, 5)]
+    barrier = threading.Barrier(len(names))
+    real = nvrtc.Nvrtc.compile
+
+    def compile(self: nvrtc.Nvrtc, source: str, **rest: object) -> nvrtc.Output:
+        barrier.wait(timeout=30)
+        return real(self, source, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", compile)
+    compiled = compile_source(SCALE, names, arch="sm_90a")
+    assert [entry.name for entry in compiled.entries] == names
+
+
 # -- Finding NVRTC
 
 
