@@ -1,7 +1,10 @@
 """A wheel holds the product alone; ``.ci/wheels`` builds them and checks them by the same rules."""
 
+import os
 import re
 import runpy
+import subprocess
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -70,6 +73,17 @@ def test_every_copy_of_the_version_is_the_same():
     }
     for name, line in copies.items():
         assert line in (ROOT / name).read_text().splitlines(), name
+
+
+@pytest.mark.parametrize("version", [jax_tilekern.__version__, "9.9.9"])
+def test_the_workflow_refuses_the_tag_of_another_version(version):
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    (script,) = re.findall(r"The tag is the version\n.*\n +run: \|\n((?: {10}.*\n)+)", workflow)
+    finished = subprocess.run(
+        ["bash", "-e", "-c", textwrap.dedent(script)], cwd=ROOT, check=False,
+        env={"PATH": os.environ["PATH"], "GITHUB_REF_NAME": f"v{version}"},
+    )  # fmt: skip
+    assert (finished.returncode == 0) == (version == jax_tilekern.__version__)
 
 
 def test_every_build_is_for_the_same_glibc():
