@@ -52,7 +52,7 @@ _BARRIER = "lax::group_barrier<kThreads>();"
 _SHORT_BODY, _FEW_FUNCTIONS, _STEPS_AT_A_TIME = 64, 2, 4
 # Steps of a loop over a row or a column of a matrix in memory that are unrolled.
 _LOADS_AT_A_TIME = 16
-# A thread adds up rows of so many terms in parts. There are few warps to take turns with.
+# A thread adds up rows of so many terms in parts. An SM has few other warps to issue from.
 _LONG_SUM = 32
 # Bytes of an operand, which a loop reads a row at a time, that are copied to shared memory.
 NEARBY_BYTES = 16 << 10
