@@ -5,6 +5,7 @@
 The record has the time of every side of each product. XLA's side is the program that the library
 leaves to XLA, which states some products in wider types than ``jax.numpy`` does. The command prints
 what the library's choice makes of them: its speed over XLA's, and over the best of all sides.
+Operands together exceed L2, as for data; ``--warm`` times the same with one set of them, too.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from jax_tilekern.tuning.tuner import products_of
 HELP = "time XLA's kernel and the library's candidates for random products"
 
 _ROWS_A_CHUNK = 16
+# Sides whose operands L2 may hold.
+_WARM = "warm "
 # Rows that are printed.
 _WORST = 10
 # XLA's product here only says what is right: its speed is that of the row's own peer.
@@ -62,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="even: to fit, odd: to report")
     parser.add_argument("--candidates", type=int, metavar="K", default=8, help="how many a product")
     parser.add_argument("--without-xla", action="store_true", help="time the candidates alone")
+    parser.add_argument("--warm", action="store_true", help="time with operands in L2 as well")
     parser.add_argument("--minutes", type=float, default=60, help="begin no rows after this time")
     parser.add_argument("--seconds", type=float, default=0.1, help="time to spend on a product")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
@@ -97,15 +101,18 @@ def run(arguments: argparse.Namespace) -> int:
             queue.extend(itertools.islice(chunks, 1))
     if not arguments.without_xla:
         report(record)
+        if arguments.warm:
+            print("operands in L2:")
+            report(record, "warm_microseconds")
     return 0
 
 
-def report(record: Record) -> dict[str, float]:
+def report(record: Record, of: str = "microseconds") -> dict[str, float]:
     """Print and return what the policy makes of a record's products that XLA's side is timed of."""
-    timed = [row for row in record["rows"] if XLA in row["microseconds"]]
+    timed = [row for row in record["rows"] if XLA in row[of]]
     if not timed:
         raise BenchmarkError("no product has candidates and a time of XLA's")
-    times = [row["microseconds"] for row in timed]
+    times = [row[of] for row in timed]
     xla, least = np.log([t[XLA] for t in times]), np.log([min(t.values()) for t in times])
     ours = np.log([t[row["chosen"]] for t, row in zip(times, timed, strict=True)])
     result = {
@@ -129,7 +136,7 @@ class _Timed:
     def __init__(self, row: Row, arguments: argparse.Namespace) -> None:
         self.row, self.gpu = row, current_gpu()
         self.ours = jitted(row, OURS)
-        self.with_xla = not arguments.without_xla
+        self.with_xla, self.warm = not arguments.without_xla, arguments.warm
         self.sides: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
         self.by_xla: Any = None
@@ -189,7 +196,7 @@ class _Timed:
 
     def runs(self) -> Runs:
         """Return functions that make one call of each side whose result is XLA's."""
-        runs = {}
+        runs: dict[str, Any] = {}
         with self.row.types_enabled():
             problem = self.problem
             if self.by_xla is None:
@@ -201,12 +208,17 @@ class _Timed:
             sets = beyond_cache(first, problem.operands, self.gpu.l2_bytes)
             for key, side in self.sides.items():
                 if key not in self.failures:
-                    runs[key] = rotating(self.row, side, sets)
+                    runs |= self._runs(key, side, sets)
             if self.with_xla:
                 make = self.row.random_operands
                 sets = beyond_cache(make(), make, self.gpu.l2_bytes)
-                runs[XLA] = policy("xla")(rotating(self.row, self.ours, sets))
+                xla = self._runs(XLA, self.ours, sets)
+                runs |= {key: policy("xla")(run) for key, run in xla.items()}
         return runs
+
+    def _runs(self, key: str, side: Any, sets: Sequence[Any]) -> Runs:
+        warm = {_WARM + key: rotating(self.row, side, sets[:1])} if self.warm else {}
+        return {key: rotating(self.row, side, sets), **warm}
 
     def record(self, seconds: Mapping[str, float]) -> Record:
         """Return what the record has of the product, with the side that the policy takes."""
@@ -214,10 +226,13 @@ class _Timed:
         assert self.product is not None
         asked = workload_of(self.product, timed) if timed else None
         taken = choose(asked, timed, self.gpu).candidate if asked else None
+        times = {key: round(1e6 * value, 3) for key, value in seconds.items()}
+        warm = {k.removeprefix(_WARM): x for k, x in times.items() if k.startswith(_WARM)}
         return {
             "name": self.row.name,
             "group": self.row.group,
-            "microseconds": {key: round(1e6 * value, 3) for key, value in seconds.items()},
+            "microseconds": {k: x for k, x in times.items() if not k.startswith(_WARM)},
+            **({"warm_microseconds": warm} if warm else {}),
             "chosen": XLA if taken is None else taken.key,
             **({"failures": self.failures} if self.failures else {}),
         }
