@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = scaled or _rates(arguments.device, calls)
     known, models = dict(device.models), {}
     # Products with epilogues are predicted by what is known of those without.
-    for operation in sorted({x.workload.operation for x in calls}, key=lambda x: x == FUSED):
+    for operation in sorted({x.workload.operation for x in calls}, key=lambda x: (x == FUSED, x)):
         own = [x for x in calls if x.workload.operation == operation]
         if operation == FUSED:
             device = dataclasses.replace(device, models=known)
