@@ -86,6 +86,10 @@ def cases(map_):
         "long arrays": (map_(long_arrays), (x,)),
         "draws": (map_(draws), (keys,)),
         "spectra": (map_(spectra), (0.2 * normal(LANES, 16, 16),)),
+        "tridiagonal": (
+            map_(lax.linalg.tridiagonal_solve),
+            (*(normal(3, LANES, 70) + np.float32([[[0]], [[6]], [[0]]])), normal(LANES, 70, 1)),
+        ),
         "HMC": (sampler, (data, np.sign(data[:, 0]), keys)),
         **{
             f"network of {units}": (

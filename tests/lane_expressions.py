@@ -233,6 +233,8 @@ def tridiagonal(lower, diagonal, upper, b):
         solve(*batch, jnp.stack([b, b[::-1]])), solve(lower, 0 * diagonal, upper, b)[:, 0],
         solve(lower[:1], diagonal[:1], upper[:1], b[:1]),
         solve(lower[:2], b[:2, 0], upper[:2], b[:2]),
+        solve(lower[:3], diagonal[:3], upper[:3], b[:3]),
+        solve(lower[:5], diagonal[:5], upper[:5], b[:5]),
         solve(0 * lower, diagonal.at[2].set(0), 0 * upper, b),
     )  # fmt: skip
 

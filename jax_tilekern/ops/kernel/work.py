@@ -30,9 +30,9 @@ MATRICES = ("cholesky", "lu", "qr", "geqrf", "householder_product", "triangular_
             "eigh", "svd")  # fmt: skip
 # XLA's kernels of matrices pass over small ones so often (records of ``benchmarks linalg``).
 _PASSES = {**dict.fromkeys(MATRICES, 40), "tridiagonal_solve": 10}
-# Cycles of a row of a tridiagonal system, from its SASS: two divisions, each of which waits for the
-# one before.
-TRIDIAGONAL = 130
+# Cycles of a row of a tridiagonal system, from its SASS: elimination takes 90 for a row at each end
+# together, and substitution 30.
+TRIDIAGONAL = 60
 # Jacobi's sweeps.
 ITERATIONS = {"eigh": 40, "svd": 60}
 

@@ -16,21 +16,28 @@ from jax_tilekern.ops.kernel.translation.writer import LaneWriter, rule
 def _tridiagonal_solve(
     writer: LaneWriter, _: Any, operands: list[Value], __: Places
 ) -> list[Value]:
-    right = operands[-1]
+    lower, diagonal, upper, right = operands
     if right.size == 0:
         return [right]
     *batch, size, columns = right.shape
-    buffers = [
-        writer.to_update(x, None, [*operands[:i], *operands[i + 1 :]])
-        for i, x in enumerate(operands)
+    read = diagonal if diagonal.whole else writer.copied(diagonal)
+    changed = [
+        writer.to_update(x, None, others)
+        for x, others in (
+            (lower, [diagonal, upper, right]),
+            (upper, [lower, diagonal, right]),
+            (right, [lower, diagonal, upper]),
+        )
     ]
 
-    def line(buffer: Buffer, indices: Sequence[Index]) -> str:
+    def line(buffer: Buffer | None, indices: Sequence[Index], const: str = "") -> str:
+        assert buffer is not None
         first = buffer.load((*indices, 0, 0)[: len(buffer.shape)])
-        return f"lax::Line<{right.cxx}>{{&{first}, {buffer.strides[len(batch)]}ll}}"
+        return f"lax::Line<{const}{right.cxx}>{{&{first}, {buffer.strides[len(batch)]}ll}}"
 
-    with writer.elements(batch, buffers[-1]) as indices:
-        lines = ", ".join(line(x, indices) for x in buffers)
-        step = buffers[-1].strides[-1]
-        writer.line(f"lax::solve_tridiagonal<{size}, {columns}>({lines}, {step}ll);")
-    return [in_memory(buffers[-1])]
+    with writer.elements(batch, changed[-1]) as indices:
+        lines = [line(x, indices) for x in changed]
+        lines.insert(1, line(read.whole, indices, "const "))
+        step = changed[-1].strides[-1]
+        writer.line(f"lax::solve_tridiagonal<{size}, {columns}>({', '.join(lines)}, {step}ll);")
+    return [in_memory(changed[-1])]
