@@ -92,7 +92,7 @@ def _equation(eqn: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
         # The threads of a warp take different branches one after another; vmap computes all.
         branches = map(compat.closed_jaxpr, params["branches"])
         return sum((_inner(x, mapped[1:], lanes) for x in branches), LaneWork())
-    return _elementwise_work(eqn, mapped, lanes)
+    return elementwise_work(eqn, mapped, lanes)
 
 
 def _step(carried: Sequence[Any], lanes: int) -> LaneWork:
@@ -100,7 +100,7 @@ def _step(carried: Sequence[Any], lanes: int) -> LaneWork:
     return LaneWork(xla_kernels=1, xla_bytes=2.0 * lanes * sum(map(_bytes, carried)))
 
 
-def _elementwise_work(eqn: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
+def elementwise_work(eqn: Any, mapped: Sequence[bool], lanes: int) -> LaneWork:
     name = eqn.primitive.name
     results = sum(map(_size, eqn.outvars))
     operands = [_size(x) for x in eqn.invars]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_elementwise
 from jax_tilekern.epilogue.understood import refuse_unknown
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.kernel.work import elementwise_work
 
 # Terms of a sum or a product that is computed where it is read.
 MAX_TERMS = 16
@@ -135,7 +136,9 @@ def held_in_loop(
 
     The first operands are constants, and the next ones what the loop carries. Returns matrices
     whose rows are multiplied by vectors; sums; and matrices whose columns are. Threads read columns
-    side by side, so they are held last.
+    side by side, so they are held last. Nothing is held where accesses to memory take less than
+    half of the time of the rest: loops over registers are unrolled, and a long program is fetched
+    slowly.
     """
 
     def held(x: Any, number: int, along: int) -> list[Held]:
@@ -146,11 +149,14 @@ def held_in_loop(
 
     numbers = {x: i for i, x in enumerate(program.invars)}
     matrices: tuple[list[Held], list[Held]] = [], []
+    accesses = instructions = 0.0
     readers: dict[Any, list[Any]] = {}
     for eqn in program.eqns:
         for x in eqn.invars:
             if not compat.is_literal(x):
                 readers.setdefault(x, []).append(eqn)
+        if _size(eqn.outvars[0]) > short and not compat.jaxprs_of(eqn):
+            instructions += elementwise_work(eqn, [False] * len(eqn.invars), 1).instructions
         if eqn.primitive.name == "dot_general":
             contracted, _ = eqn.params["dimension_numbers"]
             for i, (x, dims) in enumerate(zip(eqn.invars, contracted, strict=True)):
@@ -161,7 +167,9 @@ def held_in_loop(
                     and not compat.is_literal(x)
                     and numbers.get(x, constants) < constants
                 ):
-                    matrices[1 - dims[0]].extend(held(x, numbers[x], dims[0]))
+                    for found in held(x, numbers[x], dims[0]):
+                        matrices[1 - dims[0]].append(found)
+                        accesses += found.parts * _cycles(found)
     sums = []
     for number in range(constants, constants + carried):
         x, out = program.invars[number], program.outvars[number - constants]
@@ -176,8 +184,19 @@ def held_in_loop(
         if is_sum:
             # Neighbouring threads have neighbouring columns, if there are many.
             sums += held(x, number, 0 if x.aval.shape[1] >= 32 else 1)
+            accesses += 2 * _size(x)
+    if 2 * accesses < instructions:
+        return [], [], []
     rows, columns = (list(dict.fromkeys(x)) for x in matrices)
     return rows, sums, columns
+
+
+def _cycles(held: Held) -> float:
+    """Return the cycles of the L1 cache for a warp's accesses to rows or columns of a matrix."""
+    if held.along == 0:
+        return held.size
+    # Each load of 16 bytes has the lines of all threads' rows, up to one for each thread.
+    return held.size / 4 * min(held.size, 32)
 
 
 def _size(x: Any) -> int:
