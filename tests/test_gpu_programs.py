@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gpu_programs import compiled, kernels, mesh_of, moved, temporary_bytes
 from jax.sharding import PartitionSpec as P
+from lane_expressions import complex_loops
 from nvrtc_mark import needs_nvrtc
 
 import jax_tilekern as jtk
@@ -286,3 +287,32 @@ def test_a_device_chooses_by_its_own_lanes():
     program = compiled(jtk.kernel(descend), lanes, mesh=mesh_of((4,), ("x",)), specs=(split,))
     assert kernels(program) == ["groups_descend_32_"]
     assert collectives(program) == []
+
+
+@pytest.mark.parametrize("name", ["complex", "rows", "groups"])
+def test_devices_share_lanes(name):
+    """Of complex numbers, with rows in shared memory, and of groups of threads."""
+    single, lanes, shared = np.float32, P("x"), P()
+    function, avals, specs, kernel = {
+        "complex": (
+            jtk.kernel(complex_loops, in_axes=(0, None)),
+            [array(4096, 6, dtype=np.complex64), array(6, dtype=np.complex64)],
+            (lanes, shared),
+            "lanes_complex_loops_32_",
+        ),
+        "rows": (
+            jtk.kernel(jax.lax.linalg.tridiagonal_solve),
+            [array(10_000, 100, *ends, dtype=single) for ends in ((), (), (), (1,))],
+            (lanes,) * 4,
+            "lanes_tridiagonal_solve_32_",
+        ),
+        "groups": (
+            jtk.kernel(lambda w, x: recurrent((w, w), x), in_axes=(None, 0), threads=64),
+            [array(64, 64, dtype=single), array(4096, 8, 64, dtype=single)],
+            (shared, lanes),
+            "groups__lambda__64_",
+        ),
+    }[name]
+    program = compiled(function, *avals, mesh=mesh_of((4,), ("x",)), specs=specs)
+    assert kernels(program) == [kernel]
+    assert (moved(program), collectives(program)) == ([], [])

@@ -148,6 +148,40 @@ def test_sum_is_scattered_before_the_epilogue(rng):
     assert [c.kind for c in collectives(compiled)] == ["reduce-scatter"]
 
 
+# Lanes.
+
+
+@pytest.mark.parametrize("name", ["complex", "rows"])
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_lanes(rng, name, has_gradient):
+    """Every device evaluates its own, and the gradient of what all of them read is added up."""
+    mesh, lanes = mesh_of((AUTO, AUTO)), P(("d", "m"))
+    if name == "complex":
+        x, weights = (rng.normal(size=(2, *shape)).astype("f") for shape in ((16, 5), (5,)))
+        args = [put(mesh, x[0] + 1j * x[1], lanes), put(mesh, weights[0] + 1j * weights[1], P())]
+
+        def lane(x, weights):
+            step = jnp.outer(weights, weights.conj())
+            return jnp.abs(lax.fori_loop(0, 4, lambda _, x: x - 0.1j * step @ x, x))
+    else:
+        diagonals = (*rng.normal(size=(3, 16, 70)),)
+        diagonals = [x.astype("f") + 6 * (i == 1) for i, x in enumerate(diagonals)]
+        args = [put(mesh, x, lanes) for x in diagonals]
+        args.append(put(mesh, rng.normal(size=(70, 1)).astype("f"), P()))
+        lane = lax.linalg.tridiagonal_solve
+
+    axes = (*(0 for _ in args[1:]), None)
+
+    def program(module):
+        mapped = (jtk.kernel if module is jtk else jax.vmap)(lane, in_axes=axes)
+        return jax.grad(lambda *args: (mapped(*args) ** 2).sum(), 1) if has_gradient else mapped
+
+    theirs, ours = compiled_pair(mesh, program, args)
+    assert_close(jax.tree.leaves(ours(*args)), jax.tree.leaves(theirs(*args)), 1e-5)
+    assert bytes_sent(ours) <= SLACK * bytes_sent(theirs)
+    assert (collectives(ours) == []) == (not has_gradient or name == "rows")
+
+
 # Other products.
 
 

@@ -27,8 +27,8 @@ _NAMES_BY_REASON = {
         "accum_grad_in_ref addupdate broadcast_to create_linear empty_ref free_ref freeze get "
         "new_ref pin run_state swap unpin"
     ),
-    "vmap gives all elements of a batch draws of the first one's key; use threefry2x32 or "
-    "philox4x32 keys": "rng_bit_generator",
+    "vmap draws for a whole batch by the key of its first element, so that the draws of a lane "
+    "depend on other lanes; use threefry2x32 or philox4x32 keys": "rng_bit_generator",
     "it has no key, so nothing determines its draws": "rng_uniform",
     "it has no implementation in a lane": (
         "cholesky_update eig geqp3 geqrf hessenberg householder_product ormqr schur "
