@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from benchmarks import (
+    attention,
     first_calls,
     fit_policy,
     fp8,
@@ -119,6 +120,7 @@ _COMMANDS: dict[str, Command] = {
     "segments": segments.COMMAND,
     "sample": sample.COMMAND,
     **moe.COMMANDS,
+    "attention": attention.COMMAND,
     "jax_kernel": jax_kernel.COMMAND,
     "out_of_core": out_of_core.COMMAND,
     **sharded.COMMANDS,

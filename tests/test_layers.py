@@ -20,10 +20,11 @@ LAYERS = [
 ]
 # The same for the families of operations.
 FAMILIES = [
+    {"attention"},
     {"linalg", "kernel", "mixture", "cross_entropy"},
     {"muon", "cuda_kernel"},
     {"products"},
-    {"attention", "quantisation", "segments", "arrays"},
+    {"quantisation", "segments", "arrays"},
 ]
 
 

@@ -79,7 +79,8 @@ def _linear_cross_entropy(
 def _attention(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *,
     is_causal: bool = False, query_seq_lengths: Any = None, key_value_seq_lengths: Any = None,
-    local_window_size: Any = None, score_mod: Any = None, precision: Any = None,
+    local_window_size: Any = None, score_mod: Any = None, mask_mod: Any = None,
+    return_residual: bool = False, precision: Any = None,
 ) -> Any:  # fmt: skip
     """Attention with all scores, in which a query that sees no key gives zeros."""
     group = query.shape[2] // key.shape[2]
@@ -93,6 +94,8 @@ def _attention(
     score = score if bias is None else score + bias.astype(wide)
     score = score if score_mod is None else score_mod(score, b, h, q, k)
     visible = jnp.ones(score.shape, bool) if mask is None else mask
+    if mask_mod is not None:
+        visible &= mask_mod(b, h, q, k)
     if is_causal:
         visible &= k <= q
     if local_window_size is not None:
@@ -105,7 +108,11 @@ def _attention(
     seen = visible.any(-1, keepdims=True)
     score = jnp.where(visible | ~seen, score, -jnp.inf)
     p = jnp.where(seen, jax.nn.softmax(score, -1), 0).astype(value.dtype)
-    return jnp.einsum("bnts,bsnd->btnd", p, value, precision=precision)
+    out = jnp.einsum("bnts,bsnd->btnd", p, value, precision=precision)
+    if not return_residual:
+        return out
+    residual = jnp.where(seen[..., 0], jax.nn.logsumexp(score, -1), -jnp.inf)
+    return out, residual.transpose(0, 2, 1)
 
 
 def _masked_products(lhs: Any, rhs: Any, sizes: Any, **options: Any) -> Any:

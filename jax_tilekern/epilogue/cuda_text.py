@@ -9,7 +9,7 @@ whole fusion, so its results can differ by the rounding of intermediate values.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,8 @@ def cuda_text(function: ScalarFunction) -> CudaText:
     for atom, kind in zip(function.jaxpr.jaxpr.outvars, function.reductions, strict=True):
         if kind is not None and computed_type(_dtype(atom)) != "float":
             raise Untranslatable(f"no kernel reduces rows of {_dtype(atom)}")
-    writer = ScalarWriter(to_16_bits=set(function.out_dtypes) <= set(_SIXTEEN_BITS))
+    to_16_bits = set(function.out_dtypes) <= set(_SIXTEEN_BITS)
+    writer = ScalarWriter(TO_16_BITS if to_16_bits else {})
     jaxpr = function.jaxpr.jaxpr
     names = [f"x{i}" for i in range(len(jaxpr.invars))]
     results = [
@@ -75,11 +76,14 @@ def computed_type(dtype: np.dtype[Any]) -> str:
 
 
 class ScalarWriter:
-    """Writes equations of scalars as C++ statements, each of which names a value."""
+    """Writes equations of scalars as C++ statements, each of which names a value.
 
-    def __init__(self, *, to_16_bits: bool) -> None:
+    ``shorter`` has functions of float32 that stand for others, and their instructions.
+    """
+
+    def __init__(self, shorter: Mapping[str, tuple[str, int]]) -> None:
         self.statements: list[str] = []
-        self._to_16_bits = to_16_bits
+        self._shorter = shorter
         self.instructions = 0
         # The call whose value each name has, unless the value is rounded.
         self._calls: dict[str, tuple[str, list[str]]] = {}
@@ -144,9 +148,9 @@ class ScalarWriter:
             return [self.named(out.aval.dtype, f"{tests}{cases[-1]}")]
         self.instructions += how.instructions
         function, operands = self._simplified(how.function, operands, out.aval.dtype)
-        if self._to_16_bits and function in TO_16_BITS and computed_type(types[0]) == "float":
+        if function in self._shorter and computed_type(types[0]) == "float":
             precise = translation(function, {})
-            function, instructions = TO_16_BITS[function]
+            function, instructions = self._shorter[function]
             self.instructions += instructions - precise.instructions
         call = f"lax::{function}({', '.join(operands)})"
         result = self.named(out.aval.dtype, call)

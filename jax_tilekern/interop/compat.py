@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax import lax
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import checkify as _checkify
@@ -27,6 +28,7 @@ from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src import tree_util as _tree_util
 from jax._src import util as _util
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
@@ -481,6 +483,34 @@ def zero_tangent(primal: Any) -> Any:
 def _operation_of(value: Any) -> Any:
     owner = value.owner
     return getattr(owner, "operation", owner)
+
+
+def is_zeros(value: Any) -> bool:
+    """Whether an MLIR value is known to be an array of zeros."""
+    operation = _operation_of(value)
+    if getattr(operation, "name", "") == "stablehlo.broadcast_in_dim":
+        operation = _operation_of(operation.operands[0])
+    if getattr(operation, "name", "") != "stablehlo.constant":
+        return False
+    return not np.asarray(operation.attributes["value"]).any()
+
+
+def cudnn_attention_gradient(
+    operands: Sequence[Any], scale: float, is_causal: bool
+) -> Sequence[Any]:
+    """Return cuDNN's gradients of query, key and value, of the operands of JAX's primitive."""
+    masks = _cudnn.MaskType
+    gradients: Sequence[Any] = _cudnn._dot_product_attention_bwd_p.bind(
+        *operands,
+        scale=scale,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=masks.CAUSAL if is_causal else masks.NO_MASK,
+        layout=_cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=0,
+    )
+    return gradients
 
 
 def lower_per_platform(

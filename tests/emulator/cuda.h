@@ -14,6 +14,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __restrict__
+#define __builtin_assume(condition)
 #define __CUDA_ARCH__ EMULATED_ARCH
 
 struct alignas(16) float4 {

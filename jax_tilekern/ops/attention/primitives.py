@@ -27,6 +27,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.attention import blocks
+from jax_tilekern.ops.attention.kernel_lowering import planner_of
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.partitioning import params_text
 from jax_tilekern.partitioning.local_program import Shard
@@ -277,11 +278,11 @@ def _localised(shard: Shard, *operands: Array, scores: Scores, **_: Any) -> Resu
 # Lowering.
 
 
-def _planners(function: Callable[..., Results]) -> dict[str, Planner]:
+def _by_blocks(function: Callable[..., Results]) -> Planner:
     def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
         return Rewrite("blocks of scores by XLA", functools.partial(function, **params))
 
-    return {platform: Planner(no_refusal, plan) for platform in ("cpu", "cuda")}
+    return Planner(no_refusal, plan)
 
 
 def _defined(name: str, function: Callable[..., Results], **rules: Any) -> Callable[..., Any]:
@@ -291,7 +292,7 @@ def _defined(name: str, function: Callable[..., Results], **rules: Any) -> Calla
         "sharding_rule": _rule_of(name),
         "localised": _localised,
         "like_results": _like_results,
-        "planners": _planners(function),
+        "planners": {"cpu": _by_blocks(function), "cuda": planner_of(name)},
     }
     suffix = "" if name == "forward" else f"_{name}"
 

@@ -126,12 +126,15 @@ class LaneWriter:
     """Writes one kernel.
 
     Arrays of up to ``unrolled`` elements have unrolled loops. In the workspace, neighbouring
-    elements of a lane's array are ``lanes`` elements apart.
+    elements of a lane's array are ``lanes`` elements apart. ``shorter`` is that of
+    :class:`ScalarWriter`.
     """
 
-    def __init__(self, unrolled: int, lanes: int) -> None:
+    def __init__(
+        self, unrolled: int, lanes: int, shorter: Mapping[str, tuple[str, int]] | None = None
+    ) -> None:
         self._unrolled, self._lanes = unrolled, lanes
-        self._scalars = ScalarWriter(to_16_bits=False)
+        self._scalars = ScalarWriter(shorter or {})
         self._names = itertools.count()
         self.statements = self._scalars.statements
         # Declared before the statements.

@@ -1,0 +1,252 @@
+// Attention of queries to keys (sm_90a), as FlashAttention-3 computes it (arXiv:2407.08608): the
+// scores never leave registers, and are lhs of the product with the values.
+//
+// One warpgroup loads by TMA. Each of the others has 64 queries. While the tensor cores multiply
+// the weights of a tile of keys by its values, a consumer turns the scores of the next tile into
+// weights.
+//
+// `Functions` has the score function and the mask as CUDA:
+//
+//   kScore, kMask                   whether there are any
+//   kReads                          whether they read arrays, by indices within the sequences
+//   score(s, b, h, q, k)            the score of scale times the product of query and key
+//   visible(b, h, q, k)             whether the query sees the key
+#pragma once
+
+#include "attention/sm90/tiles.cuh"
+
+namespace tilekern {
+
+struct AttentionConfig {
+  // Rows of tiles. A CTA has one of queries or one of keys, with a consumer for 64 rows.
+  int queries, keys;
+  int features, value_features;
+  int stages;
+  bool listed;
+
+  static constexpr int threads(int rows) { return 2 * rows + 128; }
+};
+
+// How the registers of an SM are divided: those of a thread of the producer, and of a consumer.
+constexpr int registers_of_producer(int consumers) { return consumers == 3 ? 32 : 24; }
+constexpr int registers_of_consumer(int consumers) { return consumers == 3 ? 160 : 240; }
+
+extern __shared__ __align__(1024) unsigned char attention_shared[];
+
+template <typename T, AttentionConfig config, class Functions>
+class AttentionForward {
+  using Queries = SequenceTile<config.queries, config.features>;
+  using Keys = SequenceTile<config.keys, config.features>;
+  using Values = SequenceTile<config.keys, config.value_features>;
+  using KeyRing = TileRing<config.stages, Keys::kBytes>;
+  using ValueRing = TileRing<config.stages, Values::kBytes>;
+  static constexpr int kConsumers = config.queries / 64;
+  static constexpr int kCount = config.keys / 2;
+
+ public:
+  AttentionForward(const AttentionShape& shape, const Functions& functions, const int32* counts,
+                   const int32* lists)
+      : shape_(shape),
+        functions_(functions),
+        // Under a causal mask the last tiles take longest, so they come first.
+        first_query_((shape.tiles - 1 - blockIdx.x) * config.queries),
+        head_(blockIdx.y),
+        batch_(blockIdx.z),
+        list_(counts, lists, shape, batch_, head_, first_query_ / config.queries,
+              (shape.keys + config.keys - 1) / config.keys) {
+    queries_ = shared_address(attention_shared);
+    keys_.stages = queries_ + Queries::kBytes;
+    values_.stages = keys_.stages + config.stages * Keys::kBytes;
+    keys_.barriers = values_.stages + config.stages * Values::kBytes;
+    values_.barriers = keys_.barriers + KeyRing::kBarriersBytes;
+    queries_full_ = values_.barriers + ValueRing::kBarriersBytes;
+  }
+
+  void run(const TensorMap& query, const TensorMap& key, const TensorMap& value, T* out,
+           float* logsumexp, int value_features) {
+    if (threadIdx.x == 0) {
+      keys_.init(kConsumers);
+      values_.init(kConsumers);
+      mbarrier_init(queries_full_, 1);
+      fence_barrier_init();
+    }
+    __syncthreads();
+    const int warpgroup = threadIdx.x / 128;
+    if (warpgroup == kConsumers) {
+      warpgroup_reg_dealloc<registers_of_producer(kConsumers)>();
+      if (threadIdx.x % 128 == 0) produce(query, key, value);
+    } else {
+      warpgroup_reg_alloc<registers_of_consumer(kConsumers)>();
+      consume(warpgroup);
+      store(warpgroup, out, logsumexp, value_features);
+    }
+  }
+
+ private:
+  void produce(const TensorMap& query, const TensorMap& key, const TensorMap& value) const {
+    mbarrier_arrive_expect_tx(queries_full_, Queries::kBytes);
+    Queries::load(queries_, query, first_query_, head_, batch_, queries_full_);
+    typename KeyRing::State state;
+    for (int i = 0; i < list_.count(); ++i, state.advance()) {
+      const int first = list_.tile(i).number * config.keys, head = head_ / shape_.group;
+      keys_.acquire(state, Keys::kBytes);
+      Keys::load(keys_.stage(state), key, first, head, batch_, keys_.full(state));
+      values_.acquire(state, Values::kBytes);
+      Values::load(values_.stage(state), value, first, head, batch_, values_.full(state));
+    }
+  }
+
+  void consume(int consumer) {
+#pragma unroll
+    for (int i = 0; i < config.value_features / 2; ++i) sums_[i] = 0;
+    if (list_.count() == 0) return;
+    mbarrier_wait(queries_full_, 0);
+    typename KeyRing::State state, before;
+    float scores[kCount];
+    uint32 weights[config.keys / 16][4];
+
+    issue_scores(scores, consumer, state);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(scores);
+    keys_.release(state);
+    float factors[2];
+    weigh(scores, factors, consumer, list_.tile(0));
+    as_lhs<T>(weights, scores);
+    for (int i = 1; i < list_.count(); ++i) {
+      const Tile tile = list_.tile(i);
+      before = state;
+      state.advance();
+      issue_scores(scores, consumer, state);
+      issue_sums(weights, before);
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(scores);
+      keys_.release(state);
+      weigh(scores, factors, consumer, tile);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(sums_);
+      values_.release(before);
+#pragma unroll
+      for (int j = 0; j < config.value_features / 2; ++j) sums_[j] *= factors[j >> 1 & 1];
+      as_lhs<T>(weights, scores);
+    }
+    issue_sums(weights, state);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(sums_);
+  }
+
+  void issue_scores(float (&scores)[kCount], int consumer, const typename KeyRing::State& state) {
+    keys_.wait(state);
+    warpgroup_fence_operand(scores);
+    warpgroup_arrive();
+    multiply_by_features<T, Queries, Keys, config.features>(scores, queries_, 64 * consumer,
+                                                            keys_.stage(state));
+    warpgroup_commit_batch();
+  }
+
+  void issue_sums(const uint32 (&weights)[config.keys / 16][4],
+                  const typename KeyRing::State& state) {
+    values_.wait(state);
+    warpgroup_fence_operand(sums_);
+    warpgroup_arrive();
+    multiply_by_positions<T, Values>(sums_, weights, values_.stage(state));
+    warpgroup_commit_batch();
+  }
+
+  // Turns products of queries and keys into weights relative to the maxima so far, and returns the
+  // factors that bring earlier sums to these maxima.
+  void weigh(float (&scores)[kCount], float (&factors)[2], int consumer, Tile tile) {
+    const int first_key = tile.number * config.keys;
+    const int first_query = first_query_ + 64 * consumer;
+    if constexpr (Functions::kScore) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        const int query = readable<Functions>(first_query + place_.row_of(j), shape_.queries);
+        const int key = readable<Functions>(first_key + place_.column_of(j), shape_.keys);
+        scores[j] = functions_.score(scores[j] * shape_.scale, batch_, head_, query, key);
+      }
+    }
+    if (tile.masked || first_key + config.keys > shape_.keys) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        const int query = readable<Functions>(first_query + place_.row_of(j), shape_.queries);
+        const int key = first_key + place_.column_of(j);
+        bool visible = key < shape_.keys;
+        if constexpr (Functions::kMask) {
+          visible = visible && functions_.visible(batch_, head_, query, key);
+        }
+        scores[j] = visible ? scores[j] : -INFINITY;
+      }
+    }
+    const auto larger = [](float x, float y) { return fmaxf(x, y); };
+    // Weights are powers of two of the scores times this.
+    const float rate = Functions::kScore ? kLog2E : shape_.scale * kLog2E;
+    float bases[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float maximum = maxima_[r];
+#pragma unroll
+      for (int j = 2 * r; j < kCount; j += 4) {
+        maximum = fmaxf(maximum, fmaxf(scores[j], scores[j + 1]));
+      }
+      maximum = reduced_over_row(maximum, larger);
+      // Before the first visible key, weights are zero.
+      bases[r] = maximum == -INFINITY ? 0 : maximum * rate;
+      factors[r] = exp2_approximate(maxima_[r] * rate - bases[r]);
+      maxima_[r] = maximum;
+      totals_[r] *= factors[r];
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const int r = j >> 1 & 1;
+      scores[j] = exp2_approximate(scores[j] * rate - bases[r]);
+      totals_[r] += scores[j];
+    }
+  }
+
+  void store(int consumer, T* out, float* logsumexp, int value_features) {
+    const int first = first_query_ + 64 * consumer;
+    const int rows = shape_.queries - first;
+    float factors[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float total = reduced_over_row(totals_[r], [](float x, float y) { return x + y; });
+      factors[r] = total == 0 ? 0 : 1 / total;
+      const int row = place_.row + 8 * r;
+      if (threadIdx.x % 4 == 0 && row < rows) {
+        const float maximum = Functions::kScore ? maxima_[r] : maxima_[r] * shape_.scale;
+        logsumexp[(static_cast<int64>(batch_) * shape_.heads + head_) * shape_.queries + first +
+                  row] = total == 0 ? -INFINITY : maximum + logf(total);
+      }
+    }
+    const int64 row_elements = static_cast<int64>(shape_.heads) * value_features;
+    out += (static_cast<int64>(batch_) * shape_.queries + first) * row_elements +
+           head_ * value_features;
+    store_rows(out, row_elements, rows, value_features, sums_, factors);
+  }
+
+  const AttentionShape& shape_;
+  const Functions& functions_;
+  int first_query_, head_, batch_;
+  TileList<config.listed> list_;
+  uint32 queries_, queries_full_;
+  KeyRing keys_;
+  ValueRing values_;
+  AccumulatorPlace place_;
+  float sums_[config.value_features / 2];
+  float maxima_[2] = {-INFINITY, -INFINITY}, totals_[2] = {0, 0};
+};
+
+template <typename T, AttentionConfig config, class Functions, typename... Operands>
+__global__ void __launch_bounds__(config.threads(config.queries), 1)
+    attention_forward(const __grid_constant__ TensorMap query,
+                      const __grid_constant__ TensorMap key,
+                      const __grid_constant__ TensorMap value, T* out, float* logsumexp,
+                      const int32* counts, const int32* lists, int value_features,
+                      const __grid_constant__ AttentionShape shape,
+                      const __grid_constant__ Operands... operands) {
+  const Functions functions{operands...};
+  AttentionForward<T, config, Functions>(shape, functions, counts, lists)
+      .run(query, key, value, out, logsumexp, value_features);
+}
+
+}  // namespace tilekern

@@ -1,0 +1,235 @@
+// What the kernels of attention share: tiles in shared memory, their products, and the lists of
+// tiles that a mask leaves.
+//
+// Arrays are (batch, length, heads, features). A tile has `rows` positions of a sequence by
+// kFeatures features, in chunks of 64 features with TMA's 128-byte swizzle. The same tile is an
+// operand whose contracted dimension is the features (k-major) or the positions (MN-major).
+#pragma once
+
+#include "lanes.cuh"
+#include "mbarrier.cuh"
+#include "ptx.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+namespace tilekern {
+
+namespace lax {
+
+// The hyperbolic tangent of a score: its absolute error is below 2^-22.
+inline float tanh_of_score(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + exp_to_16_bits(2 * x)));
+  return 1 - 2 * result;
+}
+
+}  // namespace lax
+
+// `AttentionShape` of plans/attention/sm90.py.
+struct AttentionShape {
+  int32 queries, keys;
+  // Heads of queries, and how many of them read the same head of keys.
+  int32 heads, group;
+  // Tiles of rows of the CTAs, and entries of a list of tiles.
+  int32 tiles, listed;
+  // Lists between those of neighbouring batches and heads; 0 where all have the same.
+  int32 batch_lists, head_lists;
+  float scale;
+};
+
+inline constexpr int kChunkFeatures = 64;
+inline constexpr int kRowBytes = 128;
+inline constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+
+template <int kRows, int kFeatures>
+struct SequenceTile {
+  static_assert(kFeatures % kChunkFeatures == 0);
+  static constexpr int kChunks = kFeatures / kChunkFeatures;
+  static constexpr int kChunkBytes = kRows * kRowBytes;
+  static constexpr int kBytes = kChunks * kChunkBytes;
+
+  // Features beyond the array's, and positions beyond the sequence, become zeros.
+  static void load(uint32 to, const TensorMap& map, int position, int head, int batch,
+                   uint32 barrier) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      tma_load(to + chunk * kChunkBytes, map, {{chunk * kChunkFeatures, position, head, batch, 0}},
+               barrier);
+    }
+  }
+
+  // The descriptor of the rows from `row` on, a multiple of 8, and the offset of an MMA step of 16
+  // features.
+  static uint64 k_major(uint32 tile, int row) {
+    return matrix_descriptor(tile + row * kRowBytes, kChunkBytes);
+  }
+  static constexpr uint64 feature_step(int step) {
+    return (step / 4 * kChunkBytes + step % 4 * 32) / kDescriptorUnit;
+  }
+
+  // The descriptor with the positions contracted, and the offset of an MMA step of 16 positions.
+  static uint64 mn_major(uint32 tile) { return matrix_descriptor(tile, kChunkBytes); }
+  static constexpr uint64 position_step(int step) {
+    return step * 16 * kRowBytes / kDescriptorUnit;
+  }
+};
+
+// Issues sums = lhs rhs^T over the features of both, or adds it, as part of the current batch:
+// `sums` has 64 rows of `lhs` by the rows of the tile `rhs`.
+template <typename T, class Lhs, class Rhs, int kFeatures, int kCount>
+inline void multiply_by_features(float (&sums)[kCount], uint32 lhs, int row, uint32 rhs,
+                                 bool adds = false) {
+  const uint64 left = Lhs::k_major(lhs, row), right = Rhs::k_major(rhs, 0);
+#pragma unroll
+  for (int step = 0; step < kFeatures / 16; ++step) {
+    multiply<WgmmaTypes<T, T>, SignsAndOrders<true, true>>(
+        sums, left + Lhs::feature_step(step), right + Rhs::feature_step(step), adds || step > 0);
+  }
+}
+
+// Issues sums += weights rhs over the positions of the tile `rhs`.
+template <typename T, class Rhs, int kCount, int kSteps>
+inline void multiply_by_positions(float (&sums)[kCount], const uint32 (&weights)[kSteps][4],
+                                  uint32 rhs) {
+  const uint64 right = Rhs::mn_major(rhs);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    multiply<WgmmaTypes<T, T>, SignsAndOrders<true, false>>(sums, weights[step],
+                                                            right + Rhs::position_step(step), 1);
+  }
+}
+
+// Rounds accumulators to the registers of a next product's lhs.
+template <typename T, int kSteps, int kCount>
+inline void as_lhs(uint32 (&words)[kSteps][4], const float (&values)[kCount]) {
+  static_assert(kCount == 8 * kSteps);
+#pragma unroll
+  for (int i = 0; i < 4 * kSteps; ++i) {
+    uint32 pair[1];
+    pack_pair(pair, static_cast<T*>(nullptr), values[2 * i], values[2 * i + 1]);
+    words[i / 4][i % 4] = pair[0];
+  }
+}
+
+// The index that functions get of a row of a tile, which may lie behind the sequence.
+template <class Functions>
+inline int readable(int index, int size) {
+  return Functions::kReads ? min_of(index, size - 1) : index;
+}
+
+inline float exp2_approximate(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// Where this thread's accumulators of an MMA lie: accumulator i is in row row(i) of the warpgroup's
+// 64, and in column column(i).
+struct AccumulatorPlace {
+  int row, column;
+
+  AccumulatorPlace()
+      : row(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4), column(threadIdx.x % 4 * 2) {}
+
+  int row_of(int i) const { return row + (i >> 1 & 1) * 8; }
+  int column_of(int i) const { return column + i / 4 * 8 + (i & 1); }
+};
+
+// Reduces a value over the four threads that have a row's accumulators.
+template <class Combine>
+inline float reduced_over_row(float x, const Combine& combine) {
+  x = combine(x, __shfl_xor_sync(~0u, x, 1));
+  return combine(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+struct Tile {
+  int number;
+  bool masked;  // whether the mask has to be evaluated
+};
+
+// The tiles that a tile of rows meets: those of a list, or all of them. An entry of a list is twice
+// the tile's number, plus one if the mask leaves the whole tile.
+template <bool kListed>
+class TileList {
+ public:
+  TileList(const int32* counts, const int32* lists, const AttentionShape& shape, int batch,
+           int head, int tile, int all) {
+    count_ = all;
+    if constexpr (kListed) {
+      const int64 list =
+          static_cast<int64>(batch) * shape.batch_lists + head * shape.head_lists + tile;
+      count_ = counts[list];
+      list_ = lists + list * shape.listed;
+    }
+  }
+
+  int count() const { return count_; }
+
+  Tile tile(int i) const {
+    if constexpr (!kListed) return {i, false};
+    const int entry = list_[i];
+    return {entry >> 1, !(entry & 1)};
+  }
+
+ private:
+  int count_;
+  const int32* list_ = nullptr;
+};
+
+// A ring of stages in shared memory, each with a full and an empty barrier.
+template <int kStages, int kStageBytes>
+struct TileRing {
+  using State = PipelineState<kStages>;
+  static constexpr int kBarriersBytes = 2 * kStages * kBarrierBytes;
+
+  uint32 stages, barriers;
+
+  // One thread fills stages; `readers` release them.
+  void init(int readers) const {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(full(i), 1);
+      mbarrier_init(full(i) + kBarrierBytes, readers);
+    }
+  }
+
+  uint32 stage(const State& state) const { return stages + state.stage * kStageBytes; }
+  uint32 full(int stage) const { return barriers + 2 * stage * kBarrierBytes; }
+  uint32 full(const State& state) const { return full(state.stage); }
+
+  // Waits until the stage is free, and expects its bytes.
+  void acquire(const State& state, int bytes) const {
+    mbarrier_wait(full(state) + kBarrierBytes, state.parity ^ 1);
+    mbarrier_arrive_expect_tx(full(state), bytes);
+  }
+  void wait(const State& state) const { mbarrier_wait(full(state), state.parity); }
+  // Called by all threads of a reader.
+  void release(const State& state) const {
+    if (threadIdx.x % 128 == 0) mbarrier_arrive(full(state) + kBarrierBytes);
+  }
+};
+
+// Stores two adjacent features of a row.
+template <typename T>
+inline void store_pair(T* to, float first, float second) {
+  uint32 pair[1];
+  pack_pair(pair, static_cast<T*>(nullptr), first, second);
+  *reinterpret_cast<uint32*>(to) = pair[0];
+}
+
+// Stores 64 rows of accumulators times a factor for each row; `rows` of them lie in the array.
+template <typename T, int kCount>
+inline void store_rows(T* to, int64 row_elements, int rows, int features,
+                       const float (&sums)[kCount], const float (&factors)[2]) {
+  const AccumulatorPlace place;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    const int row = place.row_of(i), column = place.column_of(i);
+    if (row < rows && column < features) {
+      const float factor = factors[i >> 1 & 1];
+      store_pair(to + row * row_elements + column, sums[i] * factor, sums[i + 1] * factor);
+    }
+  }
+}
+
+}  // namespace tilekern

@@ -1,0 +1,277 @@
+"""Attention by the kernels of ``attention/sm90``.
+
+A call is rewritten to one of ``tilekern_attention_kernel``, whose last operands the kernel reads
+besides: statistics of rows, and lists of the tiles that the mask leaves. XLA computes these from
+the call's operands, once for all layers that have the same mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.interop import compat, cudnn
+from jax_tilekern.interop.originals import jnp
+from jax_tilekern.ops.attention import blocks
+from jax_tilekern.ops.attention.score_text import score_text
+from jax_tilekern.ops.attention.scores import Scores, visible_jaxpr
+from jax_tilekern.ops.attention.tile_map import tile_kinds, tile_lists
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.plans.attention.sm90 import (
+    STATISTICS_ROWS,
+    Attention,
+    Tiles,
+    plan_backward,
+    plan_forward,
+    plan_tangent,
+    refusal,
+)
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    Outcome,
+    PlannedKernel,
+    Planner,
+    Rewrite,
+    define,
+    no_refusal,
+)
+
+Results = Sequence[Array]
+_LOG2_E = np.float32(np.log2(np.e))
+# The operands of each primitive before the arrays of scores and masks, but for tangents.
+_FIRST = {"forward": 3, "tangent": 5, "backward": 7}
+_OF_PRODUCTS = (0, 1, 2)
+# A CTA has this many.
+_FEW_QUERIES = 128
+
+
+def planner_of(name: str) -> Planner:
+    """Return how GPUs compute the primitive of attention of this name."""
+
+    def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
+        avals = [x.aval for x in operands]
+        by_cudnn = _by_cudnn(name, operands, **params)
+        if by_cudnn is not None:
+            return by_cudnn
+        try:
+            _problem(name, avals, **params)
+        except (NoGpu, Untranslatable) as error:
+            return Fallback(str(error))
+        return Rewrite("tiles of scores", functools.partial(_rewritten, name, **params))
+
+    return Planner(no_refusal, plan)
+
+
+def _by_cudnn(
+    name: str, operands: Sequence[Operand], scores: Scores, wanted: Sequence[int] = ()
+) -> Rewrite | None:
+    """Return a call of cuDNN if it has the call, and is faster by measurement.
+
+    Its gradient takes five products, and the kernels' seven. Its forward pass is faster for few
+    queries, and the only one before Hopper.
+    """
+    query, key, value = (x.aval for x in operands[:3])
+    is_plain = len(operands) == _FIRST[name] and scores == Scores(
+        scores.scale, is_causal=scores.is_causal, precision=scores.precision
+    )
+    square = query.shape[1] == key.shape[1] or not scores.is_causal
+    if current_policy() == "kernels" or not (
+        is_plain and square and cudnn.covers(query, key, value)
+    ):
+        return None
+    scale, is_causal = float(scores.scale), scores.is_causal
+    if name == "forward" and (query.shape[1] < _FEW_QUERIES or not _is_hopper()):
+        forward = functools.partial(cudnn.attention, scale=scale, is_causal=is_causal)
+        return Rewrite("cuDNN's", forward)
+    if name == "backward" and compat.is_zeros(operands[6].value) and max(wanted) < 3:
+
+        def gradient(*given: Array) -> Results:
+            found = cudnn.attention_gradient(given[:6], scale=scale, is_causal=is_causal)
+            return [found[i] for i in wanted]
+
+        return Rewrite("cuDNN's", gradient)
+    return None
+
+
+def _is_hopper() -> bool:
+    try:
+        return current_gpu().compute_capability[0] == 9
+    except NoGpu:
+        return False
+
+
+def _problem(
+    name: str, avals: Sequence[Any], scores: Scores, wanted: Sequence[int] = ()
+) -> Attention:
+    """Return a call as its plans have it; raise if no kernel covers it."""
+    query, key, value = avals[:3]
+    arrays = _arrays(name, avals, wanted)
+    batch, queries, heads, features = query.shape
+    problem = Attention(
+        batch=batch,
+        queries=queries,
+        keys=key.shape[1],
+        heads=heads,
+        key_heads=key.shape[2],
+        features=features,
+        value_features=value.shape[3],
+        dtype=np.dtype(query.dtype),
+        scale=float(scores.scale),
+        functions=score_text(scores, arrays),
+        listed=None,
+    )
+    if why := refusal(problem, current_gpu()):
+        raise Untranslatable(why)
+    if scores.has_mask:
+        kinds = jax.eval_shape(functools.partial(_kinds, scores, problem, Tiles(64, 64)), *arrays)
+        problem = dataclasses.replace(problem, listed=kinds.shape[:2])
+    return problem
+
+
+def _arrays(name: str, operands: Sequence[Any], wanted: Sequence[int]) -> Sequence[Any]:
+    return operands[_FIRST[name] + (len(wanted) if name == "tangent" else 0) :]
+
+
+def _kinds(scores: Scores, problem: Attention, tiles: Tiles, *arrays: Any) -> Array:
+    visible, read = visible_jaxpr(scores, arrays), arrays[scores.score_arrays :]
+    sizes = problem.batch, problem.heads, problem.queries, problem.keys
+    kinds: Array = tile_kinds(visible, read, sizes, tiles.queries, tiles.keys)
+    return kinds
+
+
+def _rewritten(name: str, *operands: Array, scores: Scores, wanted: Sequence[int] = ()) -> Results:
+    """Compute a call by a kernel, and derivatives with respect to other arrays by blocks."""
+    of_arrays = tuple(i for i in wanted if i >= 3)
+    own = tuple(i for i in wanted if i < 3)
+    if name == "forward":
+        return _with_tiles(name, operands, scores, ())
+    if name == "backward":
+        found: dict[int, Array] = {}
+        if own:
+            results = _with_tiles(name, operands, scores, _OF_PRODUCTS)
+            found |= zip(_OF_PRODUCTS, results, strict=True)
+        if of_arrays:
+            results = blocks.backward(*operands, scores=scores, wanted=of_arrays)
+            found |= zip(of_arrays, results, strict=True)
+        return [found[i] for i in wanted]
+    first, arrays = operands[:5], _arrays(name, operands, wanted)
+    dots = dict(zip(wanted, operands[5:], strict=False))
+
+    def tangent(function: Callable[..., Results], moving: tuple[int, ...]) -> Results:
+        return function((*first, *(dots[i] for i in moving), *arrays), moving)
+
+    # A tangent is linear in those of the operands.
+    terms: list[Results] = []
+    if own:
+        terms.append(tangent(lambda x, moving: _with_tiles(name, x, scores, moving), own))
+    if of_arrays:
+        by_blocks = functools.partial(blocks.tangent, scores=scores)
+        terms.append(tangent(lambda x, moving: by_blocks(*x, wanted=moving), of_arrays))
+    return [sum(x[1:], x[0]) for x in zip(*terms, strict=True)]
+
+
+def _with_tiles(
+    name: str, operands: Sequence[Array], scores: Scores, wanted: tuple[int, ...]
+) -> Results:
+    """Bind the kernel's primitive, with statistics and lists of tiles."""
+    arrays = _arrays(name, operands, wanted)
+    problem = _problem(name, operands, scores, wanted)
+    own = [] if name == "forward" else [_statistics(*operands[3:7], name=name)]
+    if problem.listed is not None:
+        by_keys, by_queries = problem.backward_tiles()
+        tiles = {
+            "forward": problem.forward_tiles(),
+            "tangent": problem.tangent_tiles(),
+            "backward": by_queries,
+        }[name]
+        if name == "backward":
+            own += tile_lists(_kinds(scores, problem, by_keys, *arrays).swapaxes(-1, -2))
+        own += tile_lists(_kinds(scores, problem, tiles, *arrays))
+    bound: Results = _bind(*operands, *own, kernel=name, scores=scores, wanted=wanted, own=len(own))
+    return bound
+
+
+def _statistics(out: Array, lse: Array, *cotangents: Array, name: str) -> Array:
+    """Return what the kernels read of each row: the logsumexp in base 2, and a sum."""
+    rows = [jnp.where(jnp.isneginf(lse), np.float32(np.inf), lse) * _LOG2_E]
+    if name == "backward":
+        d_out, d_lse = cotangents
+        products = out.astype(np.float32) * d_out.astype(np.float32)
+        rows.append(products.sum(-1).transpose(0, 2, 1) - d_lse)
+    missing = -lse.shape[-1] % STATISTICS_ROWS
+    padding = [(0, 0), (0, 0), (0, missing)]
+    fills = np.float32(np.inf), np.float32(0)
+    return jnp.stack(
+        [jnp.pad(x, padding, constant_values=fill) for x, fill in zip(rows, fills, strict=False)]
+    )
+
+
+def _reference(
+    *operands: Array, kernel: str, scores: Scores, wanted: tuple[int, ...], own: int
+) -> Results:
+    given = operands[: len(operands) - own]
+    if kernel == "forward":
+        return blocks.forward(*given, scores=scores)
+    function = blocks.tangent if kernel == "tangent" else blocks.backward
+    return function(*given, scores=scores, wanted=wanted)
+
+
+def _like_results(
+    query: Array, key: Array, value: Array, *_: Array, kernel: str, **__: Any
+) -> Results:
+    if kernel == "backward":
+        return [jnp.zeros_like(x) for x in (query, key, value)]
+    rows = query.shape[:3]
+    out = jnp.zeros((*rows, value.shape[3]), query.dtype)
+    return [out, jnp.zeros((rows[0], rows[2], rows[1]), np.float32)]
+
+
+def _planned(
+    operands: Sequence[Operand], _: Any, *, kernel: str, scores: Scores, wanted: tuple[int, ...],
+    own: int,
+) -> PlannedKernel | Fallback:  # fmt: skip
+    count = len(operands) - own
+    values = [x.value for x in operands]
+    given, extra = values[:count], values[count:]
+    problem = _problem(kernel, [x.aval for x in operands[:count]], scores, wanted)
+    arrays = _arrays(kernel, given, wanted)
+    if kernel == "forward":
+        return planned_kernel([*given[:3], *extra, *arrays], plan_forward, problem)
+    statistics, *lists = extra
+    if kernel == "backward":
+        read = [*given[:3], given[5], statistics, *lists, *arrays]
+        return planned_kernel(read, plan_backward, problem)
+    dots = given[5 : 5 + len(wanted)]
+    read = [*given[:4], statistics, *dots, *lists, *arrays]
+    moving = tuple(i in wanted for i in range(3))
+    return planned_kernel(read, plan_tangent, problem, moving)
+
+
+def _batch(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("a call of attention is mapped before it becomes one of a kernel")
+
+
+_bind = define(
+    Operation(
+        "tilekern_attention_kernel",
+        _reference,
+        batch=_batch,
+        sharding_rule=None,
+        # CPUs have no call of it, but for GPUs that tests emulate.
+        planners=dict.fromkeys(("cpu", "cuda"), Planner(no_refusal, _planned)),
+        describe=lambda *, kernel, **_: f"attention {kernel}",
+        several_results=True,
+        like_results=_like_results,
+    )
+)

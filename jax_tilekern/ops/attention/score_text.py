@@ -1,0 +1,125 @@
+"""The score function and the mask of a call as CUDA, for ``attention/sm90``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_tilekern.epilogue.primitives import TO_16_BITS
+from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.ops.attention.scores import Scores, score_jaxpr, slope_jaxpr, visible_jaxpr
+from jax_tilekern.ops.kernel.translation.values import (
+    Buffer,
+    everywhere,
+    in_memory,
+    is_wide,
+    row_major,
+)
+from jax_tilekern.ops.kernel.translation.writer import LaneWriter, TooLong
+from jax_tilekern.plans.attention.sm90 import ScoreText
+from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gemm.arithmetic import F32
+
+# Arrays of a function of up to so many elements are in registers.
+_UNROLLED = 16
+# Weights have the type of the values, so an absolute error of 2**-22 in a score is no loss.
+_SHORTER = TO_16_BITS | {"tanh": ("tanh_of_score", 5)}
+_SCALARS = [("s", F32), *((name, np.dtype(np.int32)) for name in "bhqk")]
+
+
+def score_text(scores: Scores, arrays: Sequence[Any]) -> ScoreText:
+    """Translate the functions of a call that reads arrays of these types.
+
+    Raises
+    ------
+    Untranslatable
+        If a function has no CUDA.
+    """
+    for x in arrays:
+        if x.dtype not in CXX_TYPES:
+            raise Untranslatable(f"CUDA has no arithmetic of {x.dtype}")
+    names = [f"array{i}" for i in range(len(arrays))]
+    memory = [
+        Buffer(name, x.dtype, x.shape, row_major(x.shape), stored=True, wide=is_wide(x.shape),
+               shared=True)
+        for name, x in zip(names, arrays, strict=True)
+    ]  # fmt: skip
+    n, origins = scores.score_arrays, memory[len(scores.kinds) :]
+    score = score_jaxpr(scores, F32, arrays)
+    visible = visible_jaxpr(scores, arrays)
+    of_score, of_slope = _Written([], ["s"]), _Written([], ["s", "1"])
+    of_mask = _Written([], ["true"])
+    if score is not None:
+        read = [*memory[:n], *origins]
+        of_score = _written(score, _SCALARS, read)
+        of_slope = _written(slope_jaxpr(scores, F32, arrays), _SCALARS, read)
+    if visible is not None:
+        of_mask = _written(visible, _SCALARS[1:], memory[n:])
+    pointers = [f"const {CXX_TYPES[x.dtype]}*" for x in arrays]
+    text = _TEMPLATE.format(
+        has_score=_constant(score is not None),
+        has_mask=_constant(visible is not None),
+        reads=_constant(bool(pointers)),
+        pointers="".join(f"  {kind} {name};\n" for kind, name in zip(pointers, names, strict=True)),
+        score=of_score.body("return {};"),
+        derivative=of_slope.body("score = {}; slope = {};"),
+        visible=of_mask.body("return {};"),
+    )
+    return ScoreText(text, tuple(pointers), score is not None, visible is not None)
+
+
+class _Written(NamedTuple):
+    """A function in CUDA: statements, and the expressions of its results."""
+
+    statements: list[str]
+    results: list[str]
+
+    def body(self, last: str) -> str:
+        lines = [*self.statements, last.format(*self.results)]
+        return "\n".join(f"    {line}" for line in lines)
+
+
+def _written(
+    closed: Any, scalars: Sequence[tuple[str, np.dtype[Any]]], arrays: Sequence[Buffer]
+) -> _Written:
+    """Translate a function of scalars and arrays."""
+    writer = LaneWriter(_UNROLLED, 1, _SHORTER)
+    operands = [everywhere(dtype, (), name) for name, dtype in scalars]
+    operands += [writer.evaluated(in_memory(x)) for x in arrays]
+    try:
+        found = writer.jaxpr(closed, operands)
+    except TooLong as error:
+        raise Untranslatable("the function has more statements than a kernel may have") from error
+    if writer.workspace_bytes:
+        raise Untranslatable("the function has arrays that do not fit in a thread's memory")
+    return _Written(writer.body(), [x.first for x in found])
+
+
+def _constant(value: bool) -> str:
+    return "true" if value else "false"
+
+
+_TEMPLATE = """\
+namespace tilekern {{
+
+struct Functions {{
+  static constexpr bool kScore = {has_score}, kMask = {has_mask}, kReads = {reads};
+{pointers}
+  float score(float s, int b, int h, int q, int k) const {{
+    __builtin_assume(b >= 0 && h >= 0 && q >= 0 && k >= 0);
+{score}
+  }}
+  void derivative(float s, int b, int h, int q, int k, float& score, float& slope) const {{
+    __builtin_assume(b >= 0 && h >= 0 && q >= 0 && k >= 0);
+{derivative}
+  }}
+  bool visible(int b, int h, int q, int k) const {{
+    __builtin_assume(b >= 0 && h >= 0 && q >= 0 && k >= 0);
+{visible}
+  }}
+}};
+
+}}  // namespace tilekern
+"""

@@ -1,0 +1,373 @@
+"""Plans of ``attention/sm90``: sizes and functions of a call, and a Hopper GPU, to launch plans."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.compilation.compiler import Kernel, Source, compile_kernels
+from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gemm.arithmetic import BF16, F16
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
+from jax_tilekern.plans.launch import (
+    MAX_GRID,
+    Buffer,
+    Launch,
+    LaunchPlan,
+    NoKernel,
+    Parameter,
+    Scalars,
+    TensorMap,
+)
+
+_CHUNK = 64  # features of a row of 128 bytes
+_ROWS = 64  # rows of a consumer warpgroup
+_ITEM_BYTES = 2
+_BARRIERS_BYTES = 256
+_TENSOR_MAP_DTYPES: dict[np.dtype[Any], Any] = {BF16: "bfloat16", F16: "float16"}
+# Rows of statistics are padded to whole tiles of the kernel that reads them by tiles.
+STATISTICS_ROWS = 64
+
+
+@dataclass(frozen=True)
+class ScoreText:
+    """The score function and the mask of a call in CUDA.
+
+    ``text`` defines ``Functions`` (attention/sm90/forward.cuh and backward.cuh), which is made of
+    pointers to the arrays that the functions read. Their types are ``pointers``.
+    """
+
+    text: str
+    pointers: tuple[str, ...]
+    has_score: bool
+    has_mask: bool
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows of the tiles of a kernel, which the lists of its tiles have."""
+
+    queries: int
+    keys: int
+    stages: int = 2
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call: sizes of (batch, length, heads, features) arrays, and its functions."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    key_heads: int
+    features: int
+    value_features: int
+    dtype: np.dtype[Any]
+    scale: float
+    functions: ScoreText
+    # Lists of tiles, if there are any: the numbers of batches and heads that have their own.
+    listed: tuple[int, int] | None
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Features of a key and of a value in a tile."""
+        return tuple(_CHUNK * math.ceil(n / _CHUNK) for n in (self.features, self.value_features))  # type: ignore[return-value]
+
+    def forward_tiles(self) -> Tiles:
+        wide = max(self.padded)
+        if wide == _CHUNK and not self.functions.pointers:
+            return Tiles(queries=192, keys=128)
+        # Reads of arrays take registers, of which three consumers leave none.
+        return Tiles(queries=128, keys=64 if wide > 2 * _CHUNK else 128)
+
+    def backward_tiles(self) -> tuple[Tiles, Tiles]:
+        """Return those of the kernel of keys, and of that of queries."""
+        return Tiles(queries=64, keys=128), Tiles(queries=128, keys=128)
+
+    def tangent_tiles(self) -> Tiles:
+        return Tiles(queries=128, keys=64)
+
+
+def refusal(problem: Attention, gpu: Gpu) -> str:
+    """Return why no kernel covers a call, or nothing."""
+    if gpu.compute_capability[0] != 9:
+        return f"kernels of attention are for Hopper, and {gpu.name} has {gpu.arch}"
+    if problem.dtype not in (BF16, F16):
+        return f"kernels of attention take bfloat16 and float16, not {problem.dtype}"
+    for features in (problem.features, problem.value_features):
+        if features * _ITEM_BYTES % VECTOR_BYTES:
+            return f"rows of {features} features are no multiple of {VECTOR_BYTES} bytes"
+    if max(problem.padded) > 4 * _CHUNK:
+        return f"kernels of attention have up to {4 * _CHUNK} features, not {max(problem.padded)}"
+    if problem.heads > MAX_GRID[1] or problem.batch > MAX_GRID[2]:
+        return f"a launch has at most {MAX_GRID[1]} heads and batches"
+    return ""
+
+
+def plan_forward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan out and logsumexp of query, key, value, lists of tiles and arrays of functions."""
+    if why := refusal(problem, gpu):
+        return NoKernel(why)
+    tiles = problem.forward_tiles()
+    features, values = problem.padded
+    arrays = len(problem.functions.pointers)
+    lists = 2 if problem.listed else 0
+    out = 3 + lists + arrays
+    counts = _lists(3, lists)
+    launch = _launch(
+        problem,
+        gpu,
+        "forward",
+        tiles,
+        of_keys=False,
+        rows=tiles.queries,
+        maps=(_query(problem, 0, tiles.queries), *_keys_and_values(problem, (1, 2), tiles.keys)),
+        parameters=(
+            Buffer(out),
+            Buffer(out + 1),
+            *counts,
+            Scalars.pack("i", problem.value_features),
+        ),
+        arrays=range(3 + lists, out),
+        shared=(tiles.queries * features + tiles.stages * tiles.keys * (features + values))
+        * _ITEM_BYTES,
+    )
+    return _plan(problem, gpu, "attention", (launch,), (3, lists, 2))
+
+
+def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan the gradients of query, key and value.
+
+    Operands are query, key, value, the gradient of out, statistics (``backward.cuh``), lists of
+    tiles of queries for tiles of keys, lists of tiles of keys for tiles of queries, and arrays.
+    """
+    if why := refusal(problem, gpu):
+        return NoKernel(why)
+    if max(problem.padded) > 2 * _CHUNK:
+        return NoKernel(f"kernels of gradients of attention have up to {2 * _CHUNK} features")
+    by_keys, by_queries = problem.backward_tiles()
+    features, values = problem.padded
+    arrays = len(problem.functions.pointers)
+    lists = 2 if problem.listed else 0
+    first_array = 5 + 2 * lists
+    out = first_array + arrays
+    padded = STATISTICS_ROWS * math.ceil(problem.queries / STATISTICS_ROWS)
+    deltas = Scalars.int64(problem.batch * problem.heads * padded)
+    sizes = Scalars.pack("i", problem.features), Scalars.pack("i", problem.value_features)
+    statistics_bytes = 1024
+    maps = (_query(problem, 0, by_keys.queries), *_keys_and_values(problem, (1, 2), by_keys.keys))
+    keys = _launch(
+        problem,
+        gpu,
+        "backward_keys",
+        by_keys,
+        of_keys=True,
+        rows=by_keys.keys,
+        maps=(*maps, _out(problem, 3, by_keys.queries)),
+        parameters=(Buffer(4), Buffer(out + 1), Buffer(out + 2), *_lists(5, lists), deltas, *sizes),
+        arrays=range(first_array, out),
+        shared=by_keys.keys * (features + values) * _ITEM_BYTES
+        + by_keys.stages * (by_keys.queries * (features + values) * _ITEM_BYTES + statistics_bytes),
+    )
+    maps = (
+        _query(problem, 0, by_queries.queries),
+        *_keys_and_values(problem, (1, 2), by_queries.keys),
+    )
+    queries = _launch(
+        problem,
+        gpu,
+        "backward_queries",
+        by_queries,
+        of_keys=False,
+        rows=by_queries.queries,
+        maps=(*maps, _out(problem, 3, by_queries.queries)),
+        parameters=(Buffer(4), Buffer(out), *_lists(5 + lists, lists), deltas, sizes[0]),
+        arrays=range(first_array, out),
+        shared=(by_queries.queries + by_queries.stages * by_queries.keys)
+        * (features + values)
+        * _ITEM_BYTES,
+    )
+    return _plan(problem, gpu, "attention_gradient", (keys, queries), (5, 2 * lists, 3))
+
+
+def plan_tangent(
+    problem: Attention, moving: tuple[bool, bool, bool], gpu: Gpu
+) -> LaunchPlan | NoKernel:
+    """Plan the tangents of out and logsumexp, where ``moving`` operands have tangents.
+
+    Operands are query, key, value, out, statistics (``backward.cuh``), the tangents of those of
+    query, key and value that have one, lists of tiles of keys, and arrays.
+    """
+    if why := refusal(problem, gpu):
+        return NoKernel(why)
+    if max(problem.padded) > 2 * _CHUNK:
+        return NoKernel(f"kernels of tangents of attention have up to {2 * _CHUNK} features")
+    tiles = problem.tangent_tiles()
+    features, values = problem.padded
+    lists = 2 if problem.listed else 0
+    of_tangents = iter(range(5, 5 + sum(moving)))
+    # Maps of what has no tangent are not read.
+    own = [next(of_tangents) if x else i for i, x in enumerate(moving)]
+    first_list = 5 + sum(moving)
+    first_array = first_list + lists
+    out = first_array + len(problem.functions.pointers)
+    maps = (
+        _query(problem, 0, tiles.queries),
+        *_keys_and_values(problem, (1, 2), tiles.keys),
+        _query(problem, own[0], tiles.queries),
+        *_keys_and_values(problem, (own[1], own[2]), tiles.keys),
+    )
+    of_scores = moving[0] or moving[1]
+    stage = (1 + moving[1]) * features + (of_scores + moving[2]) * values
+    launch = _launch(
+        problem,
+        gpu,
+        "tangent",
+        tiles,
+        of_keys=False,
+        rows=tiles.queries,
+        maps=maps,
+        parameters=(
+            *map(Buffer, (3, 4, out, out + 1)),
+            *_lists(first_list, lists),
+            Scalars.pack("i", problem.value_features),
+        ),
+        arrays=range(first_array, out),
+        shared=(tiles.queries * (1 + moving[0]) * features + tiles.stages * tiles.keys * stage)
+        * _ITEM_BYTES,
+        template=f"tilekern::Moving{{{', '.join(map(_constant, moving))}}}, ",
+    )
+    return _plan(problem, gpu, "attention_tangent", (launch,), (5 + sum(moving), lists, 2))
+
+
+def _launch(
+    problem: Attention,
+    gpu: Gpu,
+    name: str,
+    tiles: Tiles,
+    *,
+    of_keys: bool,
+    rows: int,
+    maps: tuple[TensorMap, ...],
+    parameters: tuple[Parameter, ...],
+    arrays: range,
+    shared: int,
+    template: str = "",
+) -> Launch:
+    features, values = problem.padded
+    config = (tiles.queries, tiles.keys, features, values, tiles.stages)
+    text = f"{', '.join(map(str, config))}, {_constant(problem.listed is not None)}"
+    types = "".join(f", {x}" for x in problem.functions.pointers)
+    file = name.partition("_")[0]
+    kernel = Kernel(
+        Source(
+            f'#include "attention/sm90/{file}.cuh"\n{problem.functions.text}',
+            f"attention_{file}.cu",
+        ),
+        f"tilekern::attention_{name}<{CXX_TYPES[problem.dtype]}, "
+        f"tilekern::AttentionConfig{{{text}}}, {template}tilekern::Functions{types}>",
+    )
+    length, other = problem.queries, problem.keys
+    tile, other_tile = tiles.queries, tiles.keys
+    heads = problem.heads
+    if of_keys:
+        length, other, tile, other_tile = other, length, other_tile, tile
+        heads = problem.key_heads
+    count = math.ceil(length / tile)
+    batches, list_heads = problem.listed or (1, 1)
+    shape = Scalars.pack(
+        "8if",
+        problem.queries,
+        problem.keys,
+        problem.heads,
+        problem.heads // problem.key_heads,
+        count,
+        math.ceil(other / other_tile),
+        0 if batches == 1 else list_heads * count,
+        0 if list_heads == 1 else count,
+        problem.scale,
+    )
+    return Launch(
+        entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
+        grid=(count, heads, problem.batch),
+        block=(2 * rows + 128, 1, 1),
+        parameters=(*maps, *parameters, shape, *map(Buffer, arrays)),
+        shared_memory_bytes=shared + _BARRIERS_BYTES,
+    )
+
+
+def _plan(
+    problem: Attention,
+    gpu: Gpu,
+    name: str,
+    launches: tuple[Launch, ...],
+    buffers: tuple[int, int, int],
+) -> LaunchPlan:
+    operands, lists, results = buffers
+    pointers = problem.functions.pointers
+    alignments = (VECTOR_BYTES,) * operands + (4,) * lists + (1,) * len(pointers)
+    entries = [launch.entry for launch in launches]
+    spilled = sum(entry.spill_bytes for entry in entries)
+    kinds = [
+        "a score function" if problem.functions.has_score else "",
+        "tiles that the mask leaves" if problem.listed else "",
+        f"{spilled} bytes spilled" if spilled else "",
+    ]
+    return LaunchPlan(
+        name=f"{name} {problem.dtype}",
+        gpu=gpu,
+        launches=launches,
+        alignments=(*alignments, *(VECTOR_BYTES,) * results),
+        reason=", ".join(["tiles on tensor cores", *filter(None, kinds)]),
+    )
+
+
+def _constant(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _lists(first: int, count: int) -> tuple[Buffer, Buffer]:
+    """Return counts and lists; kernels without them read neither."""
+    return (Buffer(first), Buffer(first + 1)) if count else (Buffer(0), Buffer(0))
+
+
+def _query(problem: Attention, buffer: int, rows: int) -> TensorMap:
+    return _map(problem, buffer, rows, problem.queries, problem.heads, problem.features)
+
+
+def _out(problem: Attention, buffer: int, rows: int) -> TensorMap:
+    return _map(problem, buffer, rows, problem.queries, problem.heads, problem.value_features)
+
+
+def _keys_and_values(
+    problem: Attention, buffers: tuple[int, int], rows: int
+) -> tuple[TensorMap, TensorMap]:
+    key, value = buffers
+    sizes = problem.keys, problem.key_heads
+    return (
+        _map(problem, key, rows, *sizes, problem.features),
+        _map(problem, value, rows, *sizes, problem.value_features),
+    )
+
+
+def _map(
+    problem: Attention, buffer: int, rows: int, length: int, heads: int, features: int
+) -> TensorMap:
+    row = features * _ITEM_BYTES
+    return TensorMap(
+        buffer=buffer,
+        dtype=_TENSOR_MAP_DTYPES[problem.dtype],
+        sizes=(features, length, heads, problem.batch, 1),
+        strides_bytes=(
+            heads * row,
+            row,
+            length * heads * row,
+            problem.batch * length * heads * row,
+        ),
+        box=(_CHUNK, rows, 1, 1, 1),
+        swizzle=128,
+    )

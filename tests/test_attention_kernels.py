@@ -1,0 +1,180 @@
+"""Kernels of attention for Hopper: their plans, and emulated calls with all first derivatives."""
+
+import emulated_plans
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_gpu import emulated_gpu
+from nvrtc_mark import require_nvrtc
+from products import BF16, F16, H100
+
+import jax_tilekern as jtk
+from benchmarks.catalog.oracles import ORACLES
+from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.interop.gpu_target import gpu_target
+from jax_tilekern.ops.attention.score_text import score_text
+from jax_tilekern.ops.attention.scores import Scores, traced
+from jax_tilekern.plans.attention import sm90
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.launch import NoKernel
+
+require_nvrtc()
+
+A100 = known_gpu("sm_80")
+RNG = np.random.default_rng(3)
+SLOPES = np.array([0.1, 0.3], np.float32)
+DOCUMENTS = np.sort(RNG.integers(0, 4, (2, 400))).astype(np.int32)
+TABLE = RNG.standard_normal((2, 32)).astype(np.float32)
+CAP = 3.0
+
+
+def capped(s, *_):
+    return CAP * jnp.tanh(s / CAP)
+
+
+def slopes(s, b, h, q, k):
+    return s - jnp.asarray(SLOPES)[h] * (q - k)
+
+
+def table(s, b, h, q, k):
+    return s + jnp.asarray(TABLE)[h, jnp.clip(q - k, 0, 31)]
+
+
+def documents(b, h, q, k):
+    return jnp.asarray(DOCUMENTS)[b, q] == jnp.asarray(DOCUMENTS)[b, k]
+
+
+def dilated(b, h, q, k):
+    return (k <= q) & ((q - k) % (h + 2) == 0)
+
+
+# Sizes of (batch, queries, keys, heads, key heads, features, value features), type, and options.
+CALLS = {
+    "plain": ((1, 150, 200, 2, 1, 64, 64), BF16, {}),
+    "functions": ((2, 150, 200, 2, 2, 80, 72), F16, {"score_mod": capped, "mask_mod": documents}),
+    "causal": ((1, 200, 200, 2, 2, 128, 128), BF16, {"is_causal": True, "score_mod": slopes}),
+    "window": ((1, 300, 300, 2, 1, 64, 128), BF16, {"local_window_size": (70, 3)}),
+    "lengths": (
+        (2, 140, 140, 2, 2, 64, 64), BF16,
+        {"key_value_seq_lengths": np.array([70, 0]), "query_seq_lengths": np.array([130, 9])},
+    ),
+    "bias": (
+        (1, 70, 90, 2, 2, 64, 64), BF16,
+        {"bias": RNG.standard_normal((1, 2, 70, 90)).astype(np.float32)},
+    ),
+}  # fmt: skip
+SLOW = [pytest.param(x, marks=pytest.mark.thorough) for x in ("window", "lengths", "bias")]
+MODES = {"late": {"late": ("reads", "writes")}, "backwards": {"backwards": True}}
+
+
+def draw(*shape, dtype):
+    return jnp.asarray(RNG.standard_normal(shape).astype(dtype))
+
+
+def everything(attention):
+    """The result, the logsumexp, the gradients and a tangent."""
+
+    def of(operands, d_out, dots):
+        (out, residual), back = jax.vjp(attention, *operands)
+        along = jax.jvp(attention, operands, dots)[1]
+        return out, residual, *back((d_out, jnp.zeros_like(residual))), *along
+
+    return of
+
+
+def relative_errors(found, expected):
+    """The error of each array relative to its norm; infinities and zeros are at the same places."""
+    errors = []
+    for x, y in zip(found, expected, strict=True):
+        x, y = (np.asarray(z, np.float64) for z in (x, y))
+        finite = np.isfinite(y)
+        np.testing.assert_array_equal(finite, np.isfinite(x))
+        np.testing.assert_array_equal(x[~finite], y[~finite])
+        errors.append(np.linalg.norm((x - y)[finite]) / max(np.linalg.norm(y[finite]), 1e-30))
+    return errors
+
+
+@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@pytest.mark.parametrize(
+    "mode", [None, *(pytest.param(x, marks=pytest.mark.thorough) for x in MODES)]
+)
+@pytest.mark.parametrize("name", ["plain", "functions", "causal", *SLOW])
+def test_values_and_derivatives(name, mode):
+    (b, t, s, n, k, h, d), dtype, options = CALLS[name]
+    shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d)
+    operands, dots = (tuple(draw(*x, dtype=dtype) for x in shapes) for _ in range(2))
+    d_out = draw(b, t, n, d, dtype=dtype)
+
+    def of(m):
+        return everything(lambda *x: m.attention(*x, return_residual=True, **options))
+
+    with emulated_gpu(H100, **MODES.get(mode, {})) as ran:
+        found = jax.tree.map(np.asarray, jax.jit(of(jtk))(operands, d_out, dots))
+    names = [plan.name.split()[0] for plan in ran]
+    assert {"attention", "attention_gradient", "attention_tangent"} <= set(names)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (operands, d_out, dots))
+        expected = jax.jit(of(ORACLES))(*wide)
+    # Weights, gradients of scores and results are rounded to the type, each by half a unit at most.
+    assert max(relative_errors(found, expected)) <= 3 * float(jnp.finfo(dtype).eps) / 2
+
+
+def plans(options, features, gpu=H100):
+    functions = [options.get("score_mod"), options.get("mask_mod")]
+    score, of_score = traced(functions[0], "s", np.dtype("f4")) if functions[0] else (None, [])
+    mask, of_mask = traced(functions[1], "m", None) if functions[1] else (None, [])
+    scores = Scores(1.0, score_mod=score, mask_mod=mask, is_causal="is_causal" in options)
+    text = score_text(scores, [*of_score, *of_mask])
+    problem = sm90.Attention(
+        2, 512, 512, 2, 2, features, features, BF16, 1.0, text, (1, 1) if text.has_mask else None
+    )
+    return [
+        sm90.plan_forward(problem, gpu),
+        sm90.plan_backward(problem, gpu),
+        sm90.plan_tangent(problem, (True,) * 3, gpu),
+    ]
+
+
+FUNCTIONS = {
+    "plain": {},
+    "cap": {"score_mod": capped, "is_causal": True},
+    "slopes": {"score_mod": slopes, "is_causal": True},
+    "table": {"score_mod": table},
+    "documents": {"mask_mod": documents},
+    "dilated": {"mask_mod": dilated},
+}
+
+
+@pytest.mark.parametrize("features", [64, 128])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.one_in(3)
+def test_plans_spill_little_and_serialize_no_mma(name, features):
+    for plan in plans(FUNCTIONS[name], features):
+        for launch in plan.launches:
+            # Score functions take registers beside four accumulators of 128 features.
+            assert launch.entry.spill_bytes <= (128 if features == 128 else 0)
+            assert not launch.entry.serialized
+
+
+def test_what_no_kernel_covers():
+    for plan in plans({}, 64, A100):
+        assert isinstance(plan, NoKernel)
+        assert "Hopper" in plan.reason
+    forward, backward, tangent = plans({}, 256)
+    assert not isinstance(forward, NoKernel)
+    for plan in (backward, tangent):
+        assert isinstance(plan, NoKernel)
+        assert "128 features" in plan.reason
+
+
+def test_functions_without_cuda_are_computed_in_blocks():
+    def sorted_scores(s, b, h, q, k):
+        return s + jnp.linalg.eigh(jnp.eye(40))[0][0]
+
+    with pytest.raises(Untranslatable):
+        plans({"score_mod": sorted_scores}, 64)
+    x = jnp.ones((1, 4, 1, 64), BF16)
+    with gpu_target(H100):
+        text = jtk.explain(jtk.attention, x, x, x, score_mod=sorted_scores)
+    assert "attention" in str(text)
