@@ -433,3 +433,68 @@ def test_bad_input(name):
 def test_a_traced_scale_names_score_mod():
     with pytest.raises(TypeError, match="score_mod"):
         jax.jit(lambda x: jtk.attention(QUERY, KEY, VALUE, scale=x))(0.5)
+
+
+# In place of JAX's own.
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_patch_takes_jaxs_attention(name):
+    options = OPTIONS[name]
+    options = {
+        key: x.reshape((1,) * (4 - x.ndim) + x.shape) if key == "bias" else x
+        for key, x in options.items()
+    }
+    value = KEY[..., ::-1]  # of the size of a key's, as JAX requires
+
+    def f(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, **options)
+
+    def both(*xs):
+        return f(*xs), jax.grad(lambda *xs: jnp.sum(jnp.sin(f(*xs))), (0, 1, 2))(*xs)
+
+    if name == "lengths":  # JAX's gives the mean of all values to a query that sees no key.
+        options["key_value_seq_lengths"] = LENGTHS + 1
+    with jtk.patch():
+        jaxpr = str(jax.make_jaxpr(f)(QUERY, KEY, value))
+        found = jax.jit(both)(QUERY, KEY, value)
+    assert "tilekern_attention" in jaxpr
+    assert "tilekern_attention" not in str(jax.make_jaxpr(f)(QUERY, KEY, value))
+    mask = options.get("mask")
+    if mask is None or bool(mask.any(-1).all()):
+        assert_close(jax.tree.leaves(found), jax.tree.leaves(both(QUERY, KEY, value)), 1e-4)
+
+
+def test_patch_leaves_what_it_does_not_take():
+    def f(scale):
+        return jax.nn.dot_product_attention(QUERY, KEY, KEY, scale=scale)
+
+    with jtk.patch():
+        assert "tilekern_attention" not in str(jax.make_jaxpr(f)(0.5))
+        assert_close(jax.jit(f)(0.5), f(0.5), 1e-5)
+    out, residual = jax.nn.dot_product_attention(QUERY, KEY, KEY, return_residual=True)
+    with jtk.patch():
+        found = jax.nn.dot_product_attention(QUERY, KEY, KEY, return_residual=True)
+    assert_close(found, (out, residual), 1e-4)
+
+
+def test_patch_takes_the_attention_of_flax():
+    nnx = pytest.importorskip("flax.nnx")
+    layer = nnx.MultiHeadAttention(
+        num_heads=2, in_features=8, qkv_features=8, decode=False, rngs=nnx.Rngs(0)
+    )
+    x = draw(2, 5, 8)
+    with jtk.patch():
+        assert "tilekern_attention" in str(jax.make_jaxpr(layer)(x))
+        found = layer(x)
+    assert_close(found, layer(x), 1e-5)
+
+
+def test_explain_shows_what_a_call_runs():
+    def loss(q):
+        return jtk.attention(q, KEY, VALUE, is_causal=True, mask_mod=MASKS["dilated"]).sum()
+
+    found = jtk.explain(jax.grad(loss), QUERY)
+    calls = [choice.call for choice in found]
+    assert calls == ["attention (causal, <lambda>)", "attention_backward (causal, <lambda>)"]
+    assert "blocks" in found[0].reason

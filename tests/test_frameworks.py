@@ -101,10 +101,12 @@ def test_every_product_of_a_step_is_named(name, way, optimizer):
         # A hook is the layers'. Newton and Schulz's iterations are the optimizer's.
         assert ours < expected == ours + jaxs
         return
-    assert (ours, jaxs) == (expected, 0)
+    # One layer's attention is one operation in place of two products, and of four in its gradient.
+    in_attention = 6 if (name, way) == ("flax.nnx", "patch") else 0
+    assert (ours + in_attention, jaxs) == (expected, 0)
     choices = jtk.explain(step, *args)
     # A function that is jitted and called several times is lowered once.
-    assert 0 < len(choices) <= ours
+    assert 0 < len(choices) <= expected
     assert all(choice.reason for choice in choices)
     assert sum(choice.kernel is not None for choice in choices) > len(choices) / 2
 

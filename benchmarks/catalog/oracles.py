@@ -104,7 +104,7 @@ def _attention(
         visible &= q < query_seq_lengths[:, None, None, None]
     if key_value_seq_lengths is not None:
         visible &= k < key_value_seq_lengths[:, None, None, None]
-    visible = jnp.broadcast_to(visible, score.shape)
+    visible = jnp.broadcast_to(visible, score.shape) & (score != -jnp.inf)
     seen = visible.any(-1, keepdims=True)
     score = jnp.where(visible | ~seen, score, -jnp.inf)
     p = jnp.where(seen, jax.nn.softmax(score, -1), 0).astype(value.dtype)

@@ -38,10 +38,12 @@ from jax._src.lax import special as _special
 from jax._src.lib import mlir as _mlir_lib
 from jax._src.lib.mlir.dialects import func as _func
 from jax._src.lib.mlir.dialects import hlo as _hlo  # type: ignore[attr-defined]
+from jax._src.nn import functions as _nn_functions
 from jax._src.numpy import util as _numpy_util
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
+    "ATTENTION",
     "ClosedJaxpr",
     "Jaxpr",
     "Primitive",
@@ -87,6 +89,7 @@ __all__ = [
     "lowered_functions",
     "mlir",
     "name_p",
+    "nn_functions",
     "one_element_axis",
     "partial_eval",
     "partition_id",
@@ -157,6 +160,10 @@ jvp_jaxpr: Callable[..., tuple[Any, list[bool]]] = _ad.jvp_jaxpr
 
 # jax.interpreters.partial_eval exports less of it in each version.
 partial_eval: Any = _partial_eval
+
+# jax.nn.dot_product_attention calls a function of it for all calls that do not ask for cuDNN.
+nn_functions: Any = _nn_functions
+ATTENTION = "_dot_product_attention_xla"
 
 # jax.lax exports only the other one.
 dot_general_p = _lax.dot_general_p

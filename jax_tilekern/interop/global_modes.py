@@ -153,6 +153,36 @@ def intercept(
     vars(primitive)["bind"] = intercepted
 
 
+def intercept_function(module: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Make a function of JAX's trace to ``replacement`` inside :func:`intercepting` of products.
+
+    The function runs where the replacement returns ``NotImplemented``.
+    """
+    function, replaced = getattr(module, name), by_xla(replacement)
+    if name in _functions:
+        return
+
+    @functools.wraps(function)
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
+        if "products" in _intercepting.value and not compat.in_pallas_kernel():
+            result = replaced(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return function(*args, **kwargs)
+
+    _functions[name] = function
+    setattr(module, name, intercepted)
+
+
+# Functions that are intercepted, as they are in JAX.
+_functions: dict[str, Callable[..., Any]] = {}
+
+
+def release_function(module: Any, name: str) -> None:
+    """Undo :func:`intercept_function`."""
+    setattr(module, name, _functions.pop(name))
+
+
 def _as_array(operand: Any) -> Any:
     return jnp.asarray(operand) if isinstance(operand, np.ndarray | np.generic) else operand
 

@@ -1,9 +1,10 @@
-"""``patch`` makes JAX's own products, updates of rows and ``top_k`` trace to this library's.
+"""``patch`` makes JAX's own products, attention, updates of rows and ``top_k`` trace to ours.
 
 Every product of ``jax.numpy``, of ``jax.lax`` and of ``@`` is bound through one of two primitives,
 ``dot_general`` and ``ragged_dot_general``, and reductions to segments and derivatives of gathers
-are scatters. So primitives are intercepted, and no name in JAX is changed. The modules of the
-operations say which primitives they replace, by :func:`replace`.
+are scatters. So primitives are intercepted, and no public name in JAX is changed. Attention has no
+primitive: a private function that all of it calls is replaced. The modules of the operations say
+what they replace, by :func:`replace` and :func:`replace_attention`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ from typing import Any
 import jax
 
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.global_modes import intercept, intercepting, release
+from jax_tilekern.interop.global_modes import (
+    intercept,
+    intercept_function,
+    intercepting,
+    release,
+    release_function,
+)
 from jax_tilekern.interop.originals import lax
 from jax_tilekern.scope import scoped
 
 
 @scoped
 def patch() -> Iterator[None]:
-    """Make JAX's own matrix products, updates of rows and ``top_k`` trace to this library.
+    """Make JAX's own products, attention, updates of rows and ``top_k`` trace to this library.
 
     A context manager and a decorator, which needs no parentheses. Inside it ``jnp.matmul``,
     ``dot``, ``vdot``, ``tensordot``, ``inner``, ``einsum``, ``matvec``, ``vecmat``, ``lax.dot``,
@@ -37,6 +44,9 @@ def patch() -> Iterator[None]:
     ``max`` and ``min``, and of the derivatives of ``x[rows]`` and ``jnp.take``. On a GPU they are
     reductions to segments where these are predicted to be faster, as those of 16-bit types and of
     wide rows are; elsewhere JAX's own scatter runs. ``lax.top_k`` is :func:`jax_tilekern.top_k`.
+
+    ``jax.nn.dot_product_attention``, which ``flax.nnx`` calls, is :func:`jax_tilekern.attention`
+    unless it asks for cuDNN. A query that sees no key gives zeros.
 
     It holds for the current thread, may be nested, and ends with the block, also by an exception.
     JAX reuses a trace from inside only inside, and one from outside only outside. Products in
@@ -80,6 +90,15 @@ def replace(primitive: compat.Primitive, replacement: Callable[..., Any]) -> Non
     _REPLACEMENTS[primitive] = replacement
 
 
+# The replacement of the function of JAX's that computes attention.
+_attention: list[Callable[..., Any]] = []
+
+
+def replace_attention(replacement: Callable[..., Any]) -> None:
+    """Let attention trace to ``replacement``, which may return ``NotImplemented``."""
+    _attention[:] = [replacement]
+
+
 _installing = threading.Lock()
 _installed = False
 
@@ -92,6 +111,7 @@ def _install() -> None:
             return
         for primitive, replacement in _REPLACEMENTS.items():
             intercept(primitive, replacement)
+        intercept_function(compat.nn_functions, compat.ATTENTION, _attention[0])
         try:
             # A new thread has none of the user's contexts, such as a mesh.
             with ThreadPoolExecutor(1) as thread:
@@ -101,6 +121,7 @@ def _install() -> None:
         except Exception as error:
             for primitive in _REPLACEMENTS:
                 release(primitive)
+            release_function(compat.nn_functions, compat.ATTENTION)
             raise RuntimeError(
                 f"jax_tilekern.patch() does not fit jax {jax.__version__}, which traces its "
                 "functions in another way than jax 0.10 to 0.12 do: pass jax_tilekern.dot_general "
@@ -109,7 +130,12 @@ def _install() -> None:
         _installed = True
 
 
-_EXPECTED = {"tilekern_contract": 2, "tilekern_scatter_rows": 1, "tilekern_top_k": 1}
+_EXPECTED = {
+    "tilekern_contract": 2,
+    "tilekern_scatter_rows": 1,
+    "tilekern_top_k": 1,
+    "tilekern_attention": 1,
+}
 
 
 def _traced() -> list[str]:
@@ -123,6 +149,7 @@ def _traced() -> list[str]:
             lax.ragged_dot(x, x[None], ids),
             x.at[ids].add(1.0),
             lax.top_k(x, 1),
+            jax.nn.dot_product_attention(x[None], x[None], x[None]),
         )
 
     with intercepting():

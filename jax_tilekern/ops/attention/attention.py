@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp
+from jax_tilekern.interop.patch import replace_attention
 from jax_tilekern.ops.arguments import integer, number
 from jax_tilekern.ops.attention import primitives
 from jax_tilekern.ops.attention.blocks import score_type
@@ -44,7 +45,8 @@ def attention(
 
     For each head, ``softmax(score_mod(scale * query @ key.T + bias)) @ value`` over the keys that a
     query sees: those that ``mask``, ``is_causal``, the lengths, the window and ``mask_mod`` all
-    allow. A query that sees no key gives zeros, and its derivatives are zero.
+    allow, and whose score is not ``-inf``. A query that sees no key gives zeros, with zero
+    derivatives.
 
     The scores are never in memory as a whole: memory is linear in both lengths, for the value and
     all derivatives.
@@ -254,3 +256,26 @@ def _attention(
     out, lse = primitives.attention(*map(four_dims, (query, key, value)), *own, scores=scores)
     lse = jnp.transpose(lse, (0, 2, 1))
     return (out, lse) if query.ndim == 4 else (out[0], lse[0])
+
+
+def _in_place_of_jax(
+    query: Array, key: Array, value: Array, bias: Any, mask: Any, *, scale: Any,
+    q_seqlen: Any, kv_seqlen: Any, return_residual: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    """Compute what the function does that ``jax.nn.dot_product_attention`` calls."""
+    window = options.get("local_window_size")
+    is_number = isinstance(scale, int | float | np.number)
+    is_float = bias is None or jnp.issubdtype(bias.dtype, jnp.floating)
+    is_window = window is None or min(window) >= 0
+    if not (is_number and is_float and is_window and query.dtype.itemsize > 1):
+        return NotImplemented
+    out, residual = attention(
+        query, key, value, bias, mask, scale=scale, query_seq_lengths=q_seqlen,
+        key_value_seq_lengths=kv_seqlen, return_residual=True, **options,
+    )  # fmt: skip
+    if not return_residual:
+        return out
+    return out, lax.stop_gradient(residual.astype(key.dtype))
+
+
+replace_attention(_in_place_of_jax)

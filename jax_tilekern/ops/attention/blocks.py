@@ -133,6 +133,7 @@ def backward(
     *arrays: Array, scores: Scores, wanted: Sequence[int],
 ) -> list[Array]:  # fmt: skip
     """Return the cotangents of the operands that are ``wanted`` from those of the results."""
+    del out
     wide = score_type(query)
     moving = [i - 3 for i in wanted if i >= 3]
 
@@ -144,22 +145,21 @@ def backward(
         visible = _visible(scores, place, own)
         p = _probabilities(score, visible, rows["lse"])
         d_p = _product(scores, "md,kd->mk", d_out, v).reshape(s.shape)
-        offset = jnp.sum(d_out.astype(wide) * rows["out"].astype(wide), -1) - rows["d_lse"]
         # A row without keys has no derivative, whatever the cotangent of its infinite logarithm is.
-        offset = jnp.where(rows["lse"] == -jnp.inf, 0, offset)
-        d_s, *d_arrays = pull(p * (d_p - offset.reshape(*s.shape[:3], 1)))
+        d_lse = jnp.where(rows["lse"] == -jnp.inf, 0, rows["d_lse"]).reshape(*s.shape[:3], 1)
+        # The sum is that of ``out * d_out``, without the rounding of ``out``.
+        d_s, *d_arrays = pull(p * (d_p - jnp.sum(p * d_p, -1, keepdims=True) + d_lse))
         d_s = (d_s if visible is None else jnp.where(visible, d_s, 0)) * scores.scale
         products: dict[int, Callable[[], Array]] = {
             0: lambda: _times_keys(scores, d_s, k, q).astype(q.dtype),
-            1: lambda: _product(scores, "mk,md->kd", d_s, q),
-            2: lambda: _product(scores, "mk,md->kd", p, d_out),
+            1: lambda: _product(scores, "md,mk->dk", q, d_s),
+            2: lambda: _product(scores, "md,mk->dk", d_out, p),
         }
         found = [products[i]() for i in wanted if i < 3]
         return [*found, *(x.astype(wide) for x in d_arrays)]
 
     rows = {
         "q": _by_group(query, key),
-        "out": _by_group(out, key),
         "lse": _lse_by_group(lse, key),
         "d_out": _by_group(d_out, key),
         "d_lse": _lse_by_group(d_lse, key),
@@ -169,7 +169,7 @@ def backward(
     axes = [_OF_QUERIES, _OF_KEYS, _OF_KEYS, *of_arrays]
     found = _over_blocks(scores, block, rows, keys, arrays, [axes[i] for i in wanted])
     operands = [query, key, value, *arrays]
-    restored = {0: _by_query, 1: _by_head, 2: _by_head}
+    restored = {0: _by_query, 1: _of_keys, 2: _of_keys}
     return [
         (restored[i](x) if i in restored else x).astype(operands[i].dtype)
         for i, x in zip(wanted, found, strict=True)
@@ -248,7 +248,10 @@ def _product(scores: Scores, dims: str, x: Array, y: Array) -> Array:
     lhs, rhs, out = dims.replace("->", ",").split(",")
     wide = np.dtype(jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), jnp.float32))
     types = [z.dtype for z in (x, y) if z.dtype.itemsize == 2]
-    narrow = types[0] if types and lowering_platform.value == "cuda" else wide
+    is_native = lowering_platform.value == "cuda" or (
+        lowering_platform.value == "cpu" and jnp.bfloat16 in types
+    )
+    narrow = types[0] if types and is_native else wide
 
     def merged(z: Array, own: str) -> Array:
         if own[0] == "m":
@@ -303,6 +306,10 @@ def _axes_of_arrays(scores: Scores, arrays: Sequence[Any], query: Any) -> list[_
         has_queries = kind in ("bias", "mask") and x.shape[2] == queries > 1
         found.append((0 if divides else None, 2 if has_queries else None))
     return found
+
+
+def _of_keys(x: Array) -> Array:
+    return x.transpose(0, 3, 1, 2)
 
 
 def _over_blocks(
