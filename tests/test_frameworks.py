@@ -102,7 +102,7 @@ def test_every_product_of_a_step_is_named(name, way, optimizer):
         assert ours < expected == ours + jaxs
         return
     # One layer's attention is one operation in place of two products, and of four in its gradient.
-    in_attention = 6 if (name, way) == ("flax.nnx", "patch") else 0
+    in_attention = 6 if name == "flax.nnx" else 0
     assert (ours + in_attention, jaxs) == (expected, 0)
     choices = jtk.explain(step, *args)
     # A function that is jitted and called several times is lowered once.
