@@ -258,6 +258,8 @@ def test_good_machines_have_no_problem():
     assert problems() == []
     changes = {"driver": NO_DRIVER, "nvrtc": NO_NVRTC, "versions": NO_PLUGIN, "backends": ON_CPU}
     assert problems(**changes, cache={"writable": False}) == []
+    on_purpose = {**ON_CPU, "restricted_to": "cpu"}
+    assert problems(driver=NO_DRIVER, backends=on_purpose) == []
 
 
 @pytest.mark.parametrize(
@@ -274,6 +276,11 @@ def test_good_machines_have_no_problem():
             "unset JAX_PLATFORMS",
         ),
         ({"backends": ON_CPU}, "JAX cannot use it", "JAX_PLATFORMS=cuda python"),
+        (
+            {"backends": ON_CPU, "driver": NO_DRIVER},
+            "there is no GPU here, so JAX computes on the CPU: no NVIDIA driver",
+            "nvidia-smi",
+        ),
         (
             {"driver": {"cuda": "12.8"}},
             "the driver supports CUDA 12.8 at most",

@@ -93,7 +93,14 @@ def _backend(driver: Result, backends: Result, versions: Result) -> Iterator[Dia
         )
 
 
-def _plugin(driver: Result, versions: Result) -> Iterator[Diagnosis]:
+def _plugin(driver: Result, backends: Result, versions: Result) -> Iterator[Diagnosis]:
+    on_cpu = backends["default"] == "cpu" and not backends["restricted_to"]
+    if on_cpu and _plugins(versions) and not driver["gpus"]:
+        yield Diagnosis(
+            "JAX's CUDA plugin is installed, but there is no GPU here, so JAX computes on the CPU: "
+            f"{driver['why_none'] or 'the driver shows none'}",
+            "nvidia-smi  # shows what the driver finds",
+        )
     for major in _plugins(versions) if driver["gpus"] else []:
         if major > int(driver["cuda"].split(".")[0]):
             yield Diagnosis(
