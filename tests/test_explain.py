@@ -292,6 +292,23 @@ def test_counts_are_jaxs(transform, jitted):
     assert found["flops"] == theirs["flops"]
 
 
+@pytest.mark.parametrize(
+    ("function", "numbers"),
+    [
+        (jtk.transpose, {"axes": (1, 0)}), (jtk.sum, {"axis": 0}), (jtk.top_k, {"k": 3}),
+        (jtk.tensordot, {"b": jnp.ones((16, 4)), "axes": 1}), (jtk.route, {"k": 2}),
+        (jtk.segment_sum, {"segment_ids": jnp.zeros(8, int), "num_segments": 4}),
+    ],
+)  # fmt: skip
+def test_numbers_have_their_values(function, numbers):
+    """As in an eager call: a function may need the value of one."""
+    x = jnp.ones((8, 16))
+    expected = jtk.explain(lambda x: function(x, **numbers), x)
+    assert len(expected) > 0
+    for found in (jtk.explain(function, x, **numbers), jtk.explain(function, x, *numbers.values())):
+        assert str(found) == str(expected)
+
+
 def test_static_arguments():
     jitted = jax.jit(lambda x, power: jtk.matmul(x, x.T) ** power, static_argnums=1)
     assert jtk.cost_analysis(jitted, X, 2)["flops"] >= 2 * 64 * 64 * 128

@@ -122,8 +122,8 @@ def explain(
     function
         Any function of arrays. One that is jitted already keeps its static arguments.
     *args, **kwargs
-        Its arguments: arrays or ``jax.ShapeDtypeStruct``, numbers, and trees of these. Other
-        leaves, such as the functions inside a model, are static.
+        Its arguments: arrays or ``jax.ShapeDtypeStruct``, and trees of these. Other leaves, such as
+        Python numbers and the functions inside a model, are static.
     platform
         ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``, where ``"gpu"`` is ``"cuda"``. By default
         ``"cuda"`` inside :func:`jax_tilekern.gpu_target`, and JAX's default backend outside of it.

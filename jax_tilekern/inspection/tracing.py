@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 
 def traced(
@@ -15,8 +14,8 @@ def traced(
 ) -> jax.stages.Traced:
     """Trace a function as ``jax.jit`` does; one that is jitted keeps its static arguments.
 
-    Arguments are trees of arrays, ``jax.ShapeDtypeStruct`` and numbers. Other leaves, such as the
-    functions inside a model, are static, and so are those of the result. Errors name the
+    Arguments are trees of arrays and ``jax.ShapeDtypeStruct``. Other leaves, such as Python numbers
+    and the functions inside a model, are static, and so are those of the result. Errors name the
     ``caller``.
     """
     if not callable(function):
@@ -32,18 +31,22 @@ def traced(
     if trace is not None:
         own: jax.stages.Traced = trace(*args, **kwargs)
         return own
-    call, arrays = bind_non_arrays(function, args, kwargs, is_array)
+    # A number may be one that a call needs the value of, such as a number of segments.
+    call, arrays = bind_non_arrays(function, args, kwargs, _is_described)
 
     def arrays_of_result(*arrays: Any) -> list[Any]:
-        return [leaf for leaf in jax.tree.leaves(call(*arrays)) if is_array(leaf)]
+        return [leaf for leaf in jax.tree.leaves(call(*arrays)) if _is_described(leaf)]
 
     return jax.jit(arrays_of_result).trace(*arrays)
 
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array, described or given, or a number."""
-    described = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    return described or isinstance(leaf, bool | int | float | complex | np.generic)
+    return _is_described(leaf) or isinstance(leaf, bool | int | float | complex)
+
+
+def _is_described(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def bind_non_arrays(
