@@ -291,7 +291,7 @@ def test_a_device_chooses_by_its_own_lanes():
 
 @pytest.mark.parametrize("name", ["complex", "rows", "groups"])
 def test_devices_share_lanes(name):
-    """Of complex numbers, with rows in shared memory, and of groups of threads."""
+    """Lanes of complex numbers, with rows in shared memory, and of groups of threads."""
     single, lanes, shared = np.float32, P("x"), P()
     function, avals, specs, kernel = {
         "complex": (
