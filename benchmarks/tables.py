@@ -96,6 +96,9 @@ def _label(found: Record, row: Record, stem: str) -> str | None:
     """Return the line of tables that a row is part of, if any."""
     if "chosen" in row:
         return f"`matmul`{', 1 to 256 rows' if stem.startswith('decode') else ''}"
+    if "draw" in row:
+        operation = row["draw"][0].partition(",")[0]
+        return "`linalg`" if operation.startswith("linalg.") else f"`{operation}`"
     if "sample" in found:
         return f"`{found['operation']}`"
     if "suite" not in found:
