@@ -14,6 +14,7 @@ from jaxprs import parameters
 from jax_tilekern.compilation.compiler import Source
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.kernel.kernel import write_kernel
+from jax_tilekern.plans.lanes import LANES_WITH_ROWS, THREADS_WITH_ROWS
 from jax_tilekern.plans.launch import Buffer
 
 # Optimising all kernels together takes minutes.
@@ -51,15 +52,14 @@ class Emulated:
             for kernel in self._kernels(closed.jaxpr):
                 kernels.setdefault(kernel.text, kernel)
         self._numbers = {text: i for i, text in enumerate(kernels)}
-        self._of_cta = THREADS if threads == 1 else threads
         include = '#include "lanes.cuh"\n' if threads == 1 else '#include "lane_groups.cuh"\n'
         text = include + "\n".join(
             re.sub(rf"\b{kernel.function}\(", f"lanes_{i}(", kernel.text.replace(include, ""))
             for i, kernel in enumerate(kernels.values())
         )
         self._requests = [
-            Request(Source(text), f"tilekern::lanes_{i}<{self._of_cta}>")
-            for i in range(len(kernels))
+            Request(Source(text), f"tilekern::lanes_{i}<{self._of_cta(kernel)[0]}>")
+            for i, kernel in enumerate(kernels.values())
         ]
         with FileLock(lock):
             emulated_plans.build(self._requests, *OPTIONS)
@@ -91,8 +91,17 @@ class Emulated:
             values.update(zip(eqn.outvars, found, strict=True))
         return [value(x) for x in jaxpr.outvars]
 
+    def _of_cta(self, kernel):
+        """Return the threads and the lanes of a CTA."""
+        if self._threads > 1:
+            return self._threads, 1
+        if kernel.shared_bytes:
+            return THREADS_WITH_ROWS, LANES_WITH_ROWS
+        return THREADS, THREADS
+
     def _run(self, eqn, operands):
         kernel = self._kernel(eqn)
+        threads, lanes = self._of_cta(kernel)
         results = [x.aval for x in eqn.outvars]
         dims = [*map(np.ndim, operands), *(x.ndim for x in results)]
         orders = kernel.orders or [tuple(range(n)) for n in dims]
@@ -105,8 +114,8 @@ class Emulated:
         request = self._requests[self._numbers[kernel.text]]
         launch = SimpleNamespace(
             entry=SimpleNamespace(name=request.name, cubin=b""),
-            grid=(math.ceil(kernel.lanes * self._threads / self._of_cta), 1, 1),
-            block=(self._of_cta, 1, 1),
+            grid=(math.ceil(kernel.lanes / lanes), 1, 1),
+            block=(threads, 1, 1),
             cluster=(1, 1, 1),
             shared_memory_bytes=kernel.shared_bytes,
             repeats=(),

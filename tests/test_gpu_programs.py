@@ -304,7 +304,7 @@ def test_devices_share_lanes(name):
             jtk.kernel(jax.lax.linalg.tridiagonal_solve),
             [array(10_000, 100, *ends, dtype=single) for ends in ((), (), (), (1,))],
             (lanes,) * 4,
-            "lanes_tridiagonal_solve_32_",
+            "lanes_tridiagonal_solve_128_",
         ),
         "groups": (
             jtk.kernel(lambda w, x: recurrent((w, w), x), in_axes=(None, 0), threads=64),

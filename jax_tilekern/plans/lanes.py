@@ -22,8 +22,8 @@ from jax_tilekern.plans.launch import (
 from jax_tilekern.plans.policy import current_policy
 
 _THREADS = (128, 64, 32)
-# Threads of a CTA that copies its lanes' rows to shared memory.
-THREADS_WITH_ROWS = 32
+# Lanes of a CTA that copies their rows to shared memory, and its threads, all of which copy.
+LANES_WITH_ROWS, THREADS_WITH_ROWS = 32, 128
 # Fewer threads a CTA spread few lanes over more SMs.
 _CTAS_PER_SM = 2
 
@@ -45,7 +45,7 @@ class LaneKernel:
     workspace_bytes: int  # Size of the arrays that are too long for a thread's own memory.
     # By the threads that evaluate a lane, in order: one, or those of a group, which is a CTA.
     work: tuple[tuple[int, LaneWork], ...]
-    shared_bytes: int = 0  # of a group, or of the lanes of THREADS_WITH_ROWS threads
+    shared_bytes: int = 0  # of a group, or of LANES_WITH_ROWS lanes
 
     def kernel(self, threads: int) -> Kernel:
         source = Source(self.text, f"{self.function}.cu")
@@ -84,13 +84,13 @@ def plan_lanes(
 
 
 def _launched(kernel: LaneKernel, threads: int, gpu: Gpu, told: PredictedUs) -> LaunchPlan:
-    lanes, of_cta = kernel.lanes, threads
-    if threads == 1:
+    lanes, of_cta, lanes_of_cta = kernel.lanes, threads, 1
+    if threads == 1 and kernel.shared_bytes:
+        of_cta, lanes_of_cta = THREADS_WITH_ROWS, LANES_WITH_ROWS
+    elif threads == 1:
         wanted = _CTAS_PER_SM * gpu.sm_count
-        of_cta = next((x for x in _THREADS if lanes >= wanted * x), _THREADS[-1])
-        if kernel.shared_bytes:
-            of_cta = THREADS_WITH_ROWS
-    ctas = lanes if threads > 1 else math.ceil(lanes / of_cta)
+        of_cta = lanes_of_cta = next((x for x in _THREADS if lanes >= wanted * x), _THREADS[-1])
+    ctas = math.ceil(lanes / lanes_of_cta)
     compiled = kernel.kernel(of_cta)
     entry = compile_kernels(compiled, arch=gpu.arch).entry(compiled.name)
     launch = Launch(
@@ -103,6 +103,8 @@ def _launched(kernel: LaneKernel, threads: int, gpu: Gpu, told: PredictedUs) -> 
     each = f"a group of {threads} threads each"
     if threads == 1:
         each = f"a thread each, in {ctas} CTAs of {of_cta} threads"
+        if lanes_of_cta < of_cta:
+            each += f", which copy the rows of {lanes_of_cta} elements"
     memory = {"workspace": kernel.workspace_bytes, "shared memory": kernel.shared_bytes}
     return LaunchPlan(
         name=f"{kernel.function}<{of_cta}>",

@@ -15,7 +15,7 @@ import numpy as np
 from jax_tilekern.ops.kernel.work import IN_REGISTERS
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.lane_cost import LaneWork
-from jax_tilekern.plans.lanes import THREADS_WITH_ROWS
+from jax_tilekern.plans.lanes import LANES_WITH_ROWS
 
 # Rows of a CTA's lanes have at most so many bytes, of which an SM has room for three.
 _MAX_BYTES = 64 << 10
@@ -41,7 +41,7 @@ class Row:
     def pointers(self) -> list[str]:
         """Return statements that declare pointers to the first thread's row, and to the own one."""
         kind = CXX_TYPES[self.dtype]
-        place = f"reinterpret_cast<{kind}*>(shared + {self.start} * kThreads)"
+        place = f"reinterpret_cast<{kind}*>(shared + {self.start * LANES_WITH_ROWS})"
         own = f"r{self.array} + threadIdx.x * lax::row_stride({self.size})"
         return [
             f"{kind}* const r{self.array} = {place};",
@@ -70,7 +70,7 @@ def shared_rows(
     for array, dtype, size in arrays:
         if size is not None and size > IN_REGISTERS and dtype.itemsize in (4, 8):
             row = Row(array, dtype, size, rows[-1].end if rows else 0)
-            if row.end * THREADS_WITH_ROWS <= _MAX_BYTES:
+            if row.end * LANES_WITH_ROWS <= _MAX_BYTES:
                 rows.append(row)
     elements = math.fsum(row.size for row in rows)
     if work.instructions > _MAX_INSTRUCTIONS * elements:

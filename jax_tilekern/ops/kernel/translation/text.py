@@ -36,7 +36,7 @@ from jax_tilekern.ops.kernel.translation.writer import LaneWriter, TooLong
 from jax_tilekern.ops.kernel.work import work_of
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.lane_cost import LaneWork
-from jax_tilekern.plans.lanes import GROUPS, THREADS_WITH_ROWS, LaneKernel
+from jax_tilekern.plans.lanes import GROUPS, LANES_WITH_ROWS, LaneKernel
 
 # Arrays of up to so many elements are in registers, if the text does not become too long. The
 # threads of a group share out the loops over longer ones.
@@ -219,13 +219,14 @@ def _written(
         headers="".join(f'#include "{x}"\n' for x in sorted(writer.headers)),
         parameters=", ".join(parameters),
         count=lanes.count,
+        of_cta=LANES_WITH_ROWS,
         rows=_indented(x for row in in_shared.values() for x in row.pointers()),
         loads=_indented(row.load() for row in loads),
         body=_indented((*lanes.index_statements(), *pointers, *writer.body())),
         stores=_indented(row.store_to(array) for row, array in stores),
     )
     by_threads: tuple[tuple[int, LaneWork], ...] = ((1, work),)
-    shared_bytes = THREADS_WITH_ROWS * max((row.end for row in in_shared.values()), default=0)
+    shared_bytes = LANES_WITH_ROWS * max((row.end for row in in_shared.values()), default=0)
     if isinstance(writer, GroupWriter):
         shared_bytes = writer.shared_bytes
         by_threads = tuple(
@@ -270,13 +271,13 @@ namespace tilekern {{
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) {function}({parameters}) {{
   extern __shared__ __align__(16) unsigned char shared[];
-  const long long first_lane = blockIdx.x * static_cast<long long>(kThreads);
+  const long long first_lane = blockIdx.x * {of_cta}ll;
   const long long lane = first_lane + threadIdx.x;
-  const int lanes_of_cta = min_of<long long>(kThreads, {count}ll - first_lane);
+  const int lanes_of_cta = min_of<long long>({of_cta}, {count}ll - first_lane);
 {rows}
 {loads}
   lax::wait_for_rows();
-  if (lane < {count}ll) {{
+  if (threadIdx.x < lanes_of_cta) {{
 {body}
   }}
   __syncthreads();
