@@ -87,6 +87,14 @@ def test_choice(name):
     assert (ours is None) == (name == "Collatz")
 
 
+def test_a_group_is_no_larger_than_it_needs_to_be():
+    """All threads compute short arrays alike, so that more of them take as long."""
+    function, axes, operands, _ = CALLS["sampler"]
+    with jtk.gpu_target("H100"):
+        (choice,) = jtk.explain(jtk.kernel(function, in_axes=axes), *operands)
+    assert choice.kernel == "groups_sampler<32>"
+
+
 def test_policy_asks_for_the_kernel():
     function, axes, operands, _ = CALLS["formula"]
     with jtk.gpu_target("H100"), jtk.policy("kernels"):

@@ -26,6 +26,8 @@ _THREADS = (128, 64, 32)
 LANES_WITH_ROWS, THREADS_WITH_ROWS = 32, 128
 # Fewer threads a CTA spread few lanes over more SMs.
 _CTAS_PER_SM = 2
+# Predicted times that are about equal have at most this ratio.
+_EQUAL = 1.02
 
 
 # Threads that may evaluate a lane together, among which the plan chooses; ``threads=`` may ask for
@@ -67,7 +69,9 @@ def plan_lanes(
             for kernel in kernels
             for threads, x in kernel.work
         }
-        threads = min(times, key=lambda n: times[n][0])
+        # Of equal times, fewer threads wait less for each other.
+        fastest = min(us for us, _ in times.values())
+        threads = min(n for n, (us, _) in times.items() if us <= _EQUAL * fastest)
         ours, kernel = times[threads]
         xla = work.xla_us(gpu)
         # Loops of unknown length take as many steps on both sides: their times are no predictions.
