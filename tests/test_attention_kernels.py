@@ -178,3 +178,12 @@ def test_functions_without_cuda_are_computed_in_blocks():
     with gpu_target(H100):
         text = jtk.explain(jtk.attention, x, x, x, score_mod=sorted_scores)
     assert "attention" in str(text)
+
+
+def test_explain_shows_the_tiles_that_a_mask_empties():
+    x = jnp.zeros((1, 1024, 1, 64), BF16)
+    with gpu_target("H200"):
+        first, *_ = jtk.explain(
+            lambda x: jtk.attention(x, x, x, is_causal=True), x, platform="cuda"
+        )
+    assert "of which the mask empties 4" in first.reason

@@ -65,10 +65,15 @@ def planner_of(name: str) -> Planner:
         if by_cudnn is not None:
             return by_cudnn
         try:
-            _problem(name, avals, **params)
+            problem = _problem(name, avals, **params)
         except (NoGpu, Untranslatable) as error:
             return Fallback(str(error))
-        return Rewrite("tiles of scores", functools.partial(_rewritten, name, **params))
+        reason = "tiles of scores"
+        scores, arrays = params["scores"], _arrays(name, avals, params.get("wanted", ()))
+        if scores.has_mask and len(arrays) == scores.score_arrays:
+            kinds = _kinds(scores, problem, problem.forward_tiles(), *arrays)
+            reason += f", of which the mask empties {np.mean(kinds == 0):.0%}"
+        return Rewrite(reason, functools.partial(_rewritten, name, **params))
 
     return Planner(no_refusal, plan)
 

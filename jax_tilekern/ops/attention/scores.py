@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import evaluate_without_names, takes
 from jax_tilekern.interop import compat
@@ -86,7 +86,8 @@ class IndexFunction:
 
         def function(*operands: Any) -> Any:
             scalars, arrays = list(operands[:n]), operands[n:]
-            number, scalars[n - 4] = jnp.divmod(scalars[n - 4], max(1, batch))
+            b, size = scalars[n - 4], np.int32(max(1, batch))
+            number, scalars[n - 4] = lax.div(b, size), lax.rem(b, size)
             own = (
                 x.at[number].get(mode="promise_in_bounds") if leads else x
                 for x, leads in zip(arrays, is_mapped, strict=True)
@@ -308,7 +309,8 @@ def _element(x: Any, divisor: int | None, origins: Any, b: Any, *others: Any) ->
     """Return an element of an array of which any dimension may be 1."""
     first = b
     if divisor is not None:
-        first = (b if origins is None else b + origins[0]) // divisor % x.shape[0]
+        first = lax.div(b if origins is None else b + origins[0], np.int32(divisor))
+        first = lax.rem(first, np.int32(x.shape[0]))
     indices = [
         0 if size == 1 else index for size, index in zip(x.shape, (first, *others), strict=True)
     ]
