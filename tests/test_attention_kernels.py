@@ -1,5 +1,7 @@
 """Kernels of attention for Hopper: their plans, and emulated calls with all first derivatives."""
 
+import re
+
 import emulated_plans
 import jax
 import jax.numpy as jnp
@@ -186,4 +188,5 @@ def test_explain_shows_the_tiles_that_a_mask_empties():
         first, *_ = jtk.explain(
             lambda x: jtk.attention(x, x, x, is_causal=True), x, platform="cuda"
         )
-    assert "of which the mask empties 4" in first.reason
+    (share,) = re.findall(r"of which the mask empties (\d+)%", first.reason)
+    assert 30 <= int(share) < 50
