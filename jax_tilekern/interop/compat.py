@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -502,22 +503,39 @@ def is_zeros(value: Any) -> bool:
     return not np.asarray(operation.attributes["value"]).any()
 
 
-def cudnn_attention_gradient(
-    operands: Sequence[Any], scale: float, is_causal: bool
+def cudnn_attention(
+    operands: Sequence[Any], *, scale: float, is_causal: bool, window: int
 ) -> Sequence[Any]:
-    """Return cuDNN's gradients of query, key and value, of the operands of JAX's primitive."""
-    masks = _cudnn.MaskType
-    gradients: Sequence[Any] = _cudnn._dot_product_attention_bwd_p.bind(
-        *operands,
-        scale=scale,
-        seed=0,
-        dropout_rate=0.0,
-        variadic_args=(False, False),
-        mask_type=masks.CAUSAL if is_causal else masks.NO_MASK,
-        layout=_cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=0,
+    """Return cuDNN's attention and the log of its sums of exponentials, or its gradients.
+
+    ``operands`` are those of JAX's primitive, 10 or 13 for gradients. ``window`` is the number of
+    keys that a query sees, itself and those before it, or 0 for all.
+    """
+    is_forward = len(operands) == 10
+    function = (
+        _cudnn._dot_product_attention_fwd_impl
+        if is_forward
+        else _cudnn._dot_product_attention_bwd_impl
     )
-    return gradients
+    masks = _cudnn.MaskType
+    options = {
+        "scale": scale,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": masks.CAUSAL if is_causal else masks.NO_MASK,
+        "layout": _cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": window,
+        "is_training": True,
+        # From jax 0.12 on.
+        "score_mod": None,
+        "score_mod_args": (),
+    }
+    known = inspect.signature(function).parameters
+    results: Sequence[Any] = function(
+        *operands, **{name: x for name, x in options.items() if name in known}
+    )
+    return results
 
 
 def lower_per_platform(

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.scipy.linalg
 
-__all__ = ["jnp", "jsp_linalg", "lax", "nn", "ops"]
+__all__ = ["jnp", "jsp_linalg", "lax", "ops"]
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
-    from jax import lax, nn, ops
+    from jax import lax, ops
     from jax.scipy import linalg as jsp_linalg
 else:
 
@@ -27,6 +27,5 @@ else:
 
     jnp = _copied(jax.numpy, linalg=_copied(jax.numpy.linalg))
     lax = _copied(jax.lax, linalg=_copied(jax.lax.linalg))
-    nn = _copied(jax.nn)
     ops = _copied(jax.ops)
     jsp_linalg = _copied(jax.scipy.linalg)

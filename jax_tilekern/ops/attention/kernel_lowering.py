@@ -52,8 +52,8 @@ _LOG2_E = np.float32(np.log2(np.e))
 # The operands of each primitive before the arrays of scores and masks, but for tangents.
 _FIRST = {"forward": 3, "tangent": 5, "backward": 7}
 _OF_PRODUCTS = (0, 1, 2)
-# A CTA has this many.
-_FEW_QUERIES = 128
+# Below so many queries, or up to so many features, cuDNN's forward pass is faster.
+_FEW_QUERIES, _FEW_FEATURES = 128, 64
 
 
 def planner_of(name: str) -> Planner:
@@ -84,29 +84,43 @@ def _by_cudnn(
     """Return a call of cuDNN if it has the call, and is faster by measurement.
 
     Its gradient takes five products, and the kernels' seven. Its forward pass is faster for few
-    queries, and the only one before Hopper.
+    queries and for few keys of each, and the only one before Hopper.
     """
     query, key, value = (x.aval for x in operands[:3])
-    is_plain = len(operands) == _FIRST[name] and scores == Scores(
-        scores.scale, is_causal=scores.is_causal, precision=scores.precision
-    )
-    square = query.shape[1] == key.shape[1] or not scores.is_causal
-    if current_policy() == "kernels" or not (
-        is_plain and square and cudnn.covers(query, key, value)
+    options = _cudnn_options(scores)
+    if (
+        current_policy() == "kernels"
+        or options is None
+        or len(operands) != _FIRST[name]
+        or (options.is_causal and query.shape[1] != key.shape[1])
+        or not cudnn.covers(query, key, value)
     ):
         return None
-    scale, is_causal = float(scores.scale), scores.is_causal
-    if name == "forward" and (query.shape[1] < _FEW_QUERIES or not _is_hopper()):
-        forward = functools.partial(cudnn.attention, scale=scale, is_causal=is_causal)
-        return Rewrite("cuDNN's", forward)
+    if name == "forward":
+        few = query.shape[1] < _FEW_QUERIES or options.window or query.shape[-1] <= _FEW_FEATURES
+        if few or not _is_hopper():
+            return Rewrite("cuDNN's", functools.partial(cudnn.attention, options=options))
     if name == "backward" and compat.is_zeros(operands[6].value) and max(wanted) < 3:
 
         def gradient(*given: Array) -> Results:
-            found = cudnn.attention_gradient(given[:6], scale=scale, is_causal=is_causal)
+            found = cudnn.attention_gradient(given[:6], options)
             return [found[i] for i in wanted]
 
         return Rewrite("cuDNN's", gradient)
     return None
+
+
+def _cudnn_options(scores: Scores) -> cudnn.Options | None:
+    """Return a call without functions and arrays as cuDNN has it."""
+    if scores.kinds or not scores.is_plain:
+        return None
+    window = 0
+    if scores.window is not None:
+        before, after = scores.window
+        if not scores.is_causal and after > 0:
+            return None
+        window = before + 1
+    return cudnn.Options(float(scores.scale), scores.is_causal or window > 0, window)
 
 
 def _is_hopper() -> bool:
@@ -133,11 +147,10 @@ def _problem(
         value_features=value.shape[3],
         dtype=np.dtype(query.dtype),
         scale=float(scores.scale),
-        functions=score_text(scores, arrays),
-        listed=None,
     )
     if why := refusal(problem, current_gpu()):
         raise Untranslatable(why)
+    problem = dataclasses.replace(problem, functions=score_text(scores, arrays))
     if scores.has_mask:
         kinds = jax.eval_shape(functools.partial(_kinds, scores, problem, Tiles(64, 64)), *arrays)
         problem = dataclasses.replace(problem, listed=kinds.shape[:2])

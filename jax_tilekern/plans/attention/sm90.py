@@ -25,6 +25,7 @@ from jax_tilekern.plans.launch import (
 
 _CHUNK = 64  # features of a row of 128 bytes
 _ROWS = 64  # rows of a consumer warpgroup
+_MOST_ROWS = 2**31 - 1
 _ITEM_BYTES = 2
 _BARRIERS_BYTES = 256
 _TENSOR_MAP_DTYPES: dict[np.dtype[Any], Any] = {BF16: "bfloat16", F16: "float16"}
@@ -44,6 +45,9 @@ class ScoreText:
     pointers: tuple[str, ...]
     has_score: bool
     has_mask: bool
+
+
+NO_FUNCTIONS = ScoreText("", (), has_score=False, has_mask=False)
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,9 @@ class Attention:
     value_features: int
     dtype: np.dtype[Any]
     scale: float
-    functions: ScoreText
+    functions: ScoreText = NO_FUNCTIONS
     # Lists of tiles, if there are any: the numbers of batches and heads that have their own.
-    listed: tuple[int, int] | None
+    listed: tuple[int, int] | None = None
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -79,9 +83,6 @@ class Attention:
 
     def forward_tiles(self) -> Tiles:
         wide = max(self.padded)
-        if wide == _CHUNK and not self.functions.pointers:
-            return Tiles(queries=192, keys=128)
-        # Reads of arrays take registers, of which three consumers leave none.
         return Tiles(queries=128, keys=64 if wide > 2 * _CHUNK else 128)
 
     def backward_tiles(self) -> tuple[Tiles, Tiles]:
@@ -105,6 +106,9 @@ def refusal(problem: Attention, gpu: Gpu) -> str:
         return f"kernels of attention have up to {4 * _CHUNK} features, not {max(problem.padded)}"
     if problem.heads > MAX_GRID[1] or problem.batch > MAX_GRID[2]:
         return f"a launch has at most {MAX_GRID[1]} heads and batches"
+    rows = problem.batch * problem.heads * (max(problem.queries, problem.keys) + 2 * _ROWS)
+    if rows > _MOST_ROWS:
+        return f"kernels of attention have at most 2**31 rows of all heads, not {rows}"
     return ""
 
 
@@ -135,6 +139,7 @@ def plan_forward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         arrays=range(3 + lists, out),
         shared=(tiles.queries * features + tiles.stages * tiles.keys * (features + values))
         * _ITEM_BYTES,
+        is_persistent=True,
     )
     return _plan(problem, gpu, "attention", (launch,), (3, lists, 2))
 
@@ -257,6 +262,7 @@ def _launch(
     arrays: range,
     shared: int,
     template: str = "",
+    is_persistent: bool = False,
 ) -> Launch:
     features, values = problem.padded
     config = (tiles.queries, tiles.keys, features, values, tiles.stages)
@@ -278,14 +284,17 @@ def _launch(
         length, other, tile, other_tile = other, length, other_tile, tile
         heads = problem.key_heads
     count = math.ceil(length / tile)
+    grid = count, heads, problem.batch
+    works = math.prod(grid)
     batches, list_heads = problem.listed or (1, 1)
     shape = Scalars.pack(
-        "8if",
+        "9if",
         problem.queries,
         problem.keys,
         problem.heads,
         problem.heads // problem.key_heads,
         count,
+        works,
         math.ceil(other / other_tile),
         0 if batches == 1 else list_heads * count,
         0 if list_heads == 1 else count,
@@ -293,7 +302,7 @@ def _launch(
     )
     return Launch(
         entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
-        grid=(count, heads, problem.batch),
+        grid=(min(works, gpu.available_sms), 1, 1) if is_persistent else grid,
         block=(2 * rows + 128, 1, 1),
         parameters=(*maps, *parameters, shape, *map(Buffer, arrays)),
         shared_memory_bytes=shared + _BARRIERS_BYTES,

@@ -103,10 +103,10 @@ class AttentionBackwardKeys {
     __syncthreads();
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == kConsumers) {
-      warpgroup_reg_dealloc<registers_of_producer(kConsumers)>();
+      warpgroup_reg_dealloc<24>();
       if (threadIdx.x % 128 == 0) produce(query, key, value, d_out);
     } else {
-      warpgroup_reg_alloc<registers_of_consumer(kConsumers)>();
+      warpgroup_reg_alloc<240>();
       consume(warpgroup);
       const int first = tile_ * config.keys + 64 * warpgroup;
       const int64 row = static_cast<int64>(batch_) * shape_.keys + first;
@@ -275,10 +275,10 @@ class AttentionBackwardQueries {
     __syncthreads();
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == kConsumers) {
-      warpgroup_reg_dealloc<registers_of_producer(kConsumers)>();
+      warpgroup_reg_dealloc<24>();
       if (threadIdx.x % 128 == 0) produce(query, key, value, d_out);
     } else {
-      warpgroup_reg_alloc<registers_of_consumer(kConsumers)>();
+      warpgroup_reg_alloc<240>();
       consume(warpgroup);
       const int first = tile_ * config.queries + 64 * warpgroup;
       const int64 row = static_cast<int64>(batch_) * shape_.queries + first;

@@ -27,10 +27,6 @@ struct AttentionConfig {
   static constexpr int threads(int rows) { return 2 * rows + 128; }
 };
 
-// How the registers of an SM are divided: those of a thread of the producer, and of a consumer.
-constexpr int registers_of_producer(int consumers) { return consumers == 3 ? 32 : 24; }
-constexpr int registers_of_consumer(int consumers) { return consumers == 3 ? 160 : 240; }
-
 extern __shared__ __align__(1024) unsigned char attention_shared[];
 
 template <typename T, AttentionConfig config, class Functions>
@@ -38,6 +34,7 @@ class AttentionForward {
   using Queries = SequenceTile<config.queries, config.features>;
   using Keys = SequenceTile<config.keys, config.features>;
   using Values = SequenceTile<config.keys, config.value_features>;
+  using QueryRing = TileRing<1, Queries::kBytes>;
   using KeyRing = TileRing<config.stages, Keys::kBytes>;
   using ValueRing = TileRing<config.stages, Values::kBytes>;
   static constexpr int kConsumers = config.queries / 64;
@@ -46,62 +43,91 @@ class AttentionForward {
  public:
   AttentionForward(const AttentionShape& shape, const Functions& functions, const int32* counts,
                    const int32* lists)
-      : shape_(shape),
-        functions_(functions),
-        // Under a causal mask the last tiles take longest, so they come first.
-        first_query_((shape.tiles - 1 - blockIdx.x) * config.queries),
-        head_(blockIdx.y),
-        batch_(blockIdx.z),
-        list_(counts, lists, shape, batch_, head_, first_query_ / config.queries,
-              (shape.keys + config.keys - 1) / config.keys) {
-    queries_ = shared_address(attention_shared);
-    keys_.stages = queries_ + Queries::kBytes;
+      : shape_(shape), functions_(functions), counts_(counts), lists_(lists) {
+    queries_.stages = shared_address(attention_shared);
+    keys_.stages = queries_.stages + Queries::kBytes;
     values_.stages = keys_.stages + config.stages * Keys::kBytes;
-    keys_.barriers = values_.stages + config.stages * Values::kBytes;
+    queries_.barriers = values_.stages + config.stages * Values::kBytes;
+    keys_.barriers = queries_.barriers + QueryRing::kBarriersBytes;
     values_.barriers = keys_.barriers + KeyRing::kBarriersBytes;
-    queries_full_ = values_.barriers + ValueRing::kBarriersBytes;
   }
 
   void run(const TensorMap& query, const TensorMap& key, const TensorMap& value, T* out,
            float* logsumexp, int value_features) {
     if (threadIdx.x == 0) {
+      queries_.init(kConsumers);
       keys_.init(kConsumers);
       values_.init(kConsumers);
-      mbarrier_init(queries_full_, 1);
       fence_barrier_init();
     }
     __syncthreads();
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == kConsumers) {
-      warpgroup_reg_dealloc<registers_of_producer(kConsumers)>();
+      warpgroup_reg_dealloc<24>();
       if (threadIdx.x % 128 == 0) produce(query, key, value);
     } else {
-      warpgroup_reg_alloc<registers_of_consumer(kConsumers)>();
-      consume(warpgroup);
-      store(warpgroup, out, logsumexp, value_features);
+      warpgroup_reg_alloc<240>();
+      typename QueryRing::State of_queries;
+      typename KeyRing::State state;
+      for_each_work([&](const Work& work) {
+        consume(warpgroup, work, of_queries, state);
+        store(warpgroup, work, out, logsumexp, value_features);
+      });
     }
   }
 
  private:
-  void produce(const TensorMap& query, const TensorMap& key, const TensorMap& value) const {
-    mbarrier_arrive_expect_tx(queries_full_, Queries::kBytes);
-    Queries::load(queries_, query, first_query_, head_, batch_, queries_full_);
-    typename KeyRing::State state;
-    for (int i = 0; i < list_.count(); ++i, state.advance()) {
-      const int first = list_.tile(i).number * config.keys, head = head_ / shape_.group;
-      keys_.acquire(state, Keys::kBytes);
-      Keys::load(keys_.stage(state), key, first, head, batch_, keys_.full(state));
-      values_.acquire(state, Values::kBytes);
-      Values::load(values_.stage(state), value, first, head, batch_, values_.full(state));
+  // A tile of queries of one head.
+  struct Work {
+    int first_query, head, batch;
+    TileList<config.listed> list;
+  };
+
+  // CTAs are persistent: the loads of the next tile run beside the end of one. Neighbouring tiles
+  // are of the same head, whose keys and values are in L2. Under a causal mask the last tiles take
+  // longest, so they come first.
+  template <class F>
+  void for_each_work(const F& f) const {
+    for (int i = blockIdx.x; i < shape_.works; i += gridDim.x) {
+      const int tile = shape_.tiles - 1 - i % shape_.tiles, row = i / shape_.tiles;
+      const int head = row % shape_.heads, batch = row / shape_.heads;
+      f(Work{tile * config.queries, head, batch,
+             TileList<config.listed>(counts_, lists_, shape_, batch, head, tile,
+                                     (shape_.keys + config.keys - 1) / config.keys)});
     }
   }
 
-  void consume(int consumer) {
+  void produce(const TensorMap& query, const TensorMap& key, const TensorMap& value) const {
+    typename QueryRing::State of_queries;
+    typename KeyRing::State state;
+    for_each_work([&](const Work& work) {
+      if (work.list.count() == 0) return;
+      queries_.acquire(of_queries, Queries::kBytes);
+      Queries::load(queries_.stage(of_queries), query, work.first_query, work.head, work.batch,
+                    queries_.full(of_queries));
+      of_queries.advance();
+      for (int i = 0; i < work.list.count(); ++i, state.advance()) {
+        const int first = work.list.tile(i).number * config.keys, head = work.head / shape_.group;
+        keys_.acquire(state, Keys::kBytes);
+        Keys::load(keys_.stage(state), key, first, head, work.batch, keys_.full(state));
+        values_.acquire(state, Values::kBytes);
+        Values::load(values_.stage(state), value, first, head, work.batch, values_.full(state));
+      }
+    });
+  }
+
+  void consume(int consumer, const Work& work, typename QueryRing::State& of_queries,
+               typename KeyRing::State& state) {
 #pragma unroll
     for (int i = 0; i < config.value_features / 2; ++i) sums_[i] = 0;
-    if (list_.count() == 0) return;
-    mbarrier_wait(queries_full_, 0);
-    typename KeyRing::State state, before;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      maxima_[r] = -INFINITY;
+      totals_[r] = 0;
+    }
+    if (work.list.count() == 0) return;
+    queries_.wait(of_queries);
+    typename KeyRing::State before;
     float scores[kCount];
     uint32 weights[config.keys / 16][4];
 
@@ -110,10 +136,10 @@ class AttentionForward {
     warpgroup_fence_operand(scores);
     keys_.release(state);
     float factors[2];
-    weigh(scores, factors, consumer, list_.tile(0));
+    weigh(scores, factors, consumer, work, work.list.tile(0));
     as_lhs<T>(weights, scores);
-    for (int i = 1; i < list_.count(); ++i) {
-      const Tile tile = list_.tile(i);
+    for (int i = 1; i < work.list.count(); ++i) {
+      const Tile tile = work.list.tile(i);
       before = state;
       state.advance();
       issue_scores(scores, consumer, state);
@@ -121,7 +147,7 @@ class AttentionForward {
       warpgroup_wait<1>();
       warpgroup_fence_operand(scores);
       keys_.release(state);
-      weigh(scores, factors, consumer, tile);
+      weigh(scores, factors, consumer, work, tile);
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums_);
       values_.release(before);
@@ -129,16 +155,20 @@ class AttentionForward {
       for (int j = 0; j < config.value_features / 2; ++j) sums_[j] *= factors[j >> 1 & 1];
       as_lhs<T>(weights, scores);
     }
+    queries_.release(of_queries);
+    of_queries.advance();
     issue_sums(weights, state);
     warpgroup_wait<0>();
     warpgroup_fence_operand(sums_);
+    values_.release(state);
+    state.advance();
   }
 
   void issue_scores(float (&scores)[kCount], int consumer, const typename KeyRing::State& state) {
     keys_.wait(state);
     warpgroup_fence_operand(scores);
     warpgroup_arrive();
-    multiply_by_features<T, Queries, Keys, config.features>(scores, queries_, 64 * consumer,
+    multiply_by_features<T, Queries, Keys, config.features>(scores, queries_.stages, 64 * consumer,
                                                             keys_.stage(state));
     warpgroup_commit_batch();
   }
@@ -154,15 +184,16 @@ class AttentionForward {
 
   // Turns products of queries and keys into weights relative to the maxima so far, and returns the
   // factors that bring earlier sums to these maxima.
-  void weigh(float (&scores)[kCount], float (&factors)[2], int consumer, Tile tile) {
+  void weigh(float (&scores)[kCount], float (&factors)[2], int consumer, const Work& work,
+             Tile tile) {
     const int first_key = tile.number * config.keys;
-    const int first_query = first_query_ + 64 * consumer;
+    const int first_query = work.first_query + 64 * consumer;
     if constexpr (Functions::kScore) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         const int query = readable<Functions>(first_query + place_.row_of(j), shape_.queries);
         const int key = readable<Functions>(first_key + place_.column_of(j), shape_.keys);
-        scores[j] = functions_.score(scores[j] * shape_.scale, batch_, head_, query, key);
+        scores[j] = functions_.score(scores[j] * shape_.scale, work.batch, work.head, query, key);
       }
     }
     if (tile.masked || first_key + config.keys > shape_.keys) {
@@ -172,7 +203,7 @@ class AttentionForward {
         const int key = first_key + place_.column_of(j);
         bool visible = key < shape_.keys;
         if constexpr (Functions::kMask) {
-          visible = visible && functions_.visible(batch_, head_, query, key);
+          visible = visible && functions_.visible(work.batch, work.head, query, key);
         }
         scores[j] = visible ? scores[j] : -INFINITY;
       }
@@ -203,8 +234,8 @@ class AttentionForward {
     }
   }
 
-  void store(int consumer, T* out, float* logsumexp, int value_features) {
-    const int first = first_query_ + 64 * consumer;
+  void store(int consumer, const Work& work, T* out, float* logsumexp, int value_features) {
+    const int first = work.first_query + 64 * consumer;
     const int rows = shape_.queries - first;
     float factors[2];
 #pragma unroll
@@ -214,26 +245,25 @@ class AttentionForward {
       const int row = place_.row + 8 * r;
       if (threadIdx.x % 4 == 0 && row < rows) {
         const float maximum = Functions::kScore ? maxima_[r] : maxima_[r] * shape_.scale;
-        logsumexp[(static_cast<int64>(batch_) * shape_.heads + head_) * shape_.queries + first +
-                  row] = total == 0 ? -INFINITY : maximum + logf(total);
+        logsumexp[(static_cast<int64>(work.batch) * shape_.heads + work.head) * shape_.queries +
+                  first + row] = total == 0 ? -INFINITY : maximum + logf(total);
       }
     }
     const int64 row_elements = static_cast<int64>(shape_.heads) * value_features;
-    out += (static_cast<int64>(batch_) * shape_.queries + first) * row_elements +
-           head_ * value_features;
+    out += (static_cast<int64>(work.batch) * shape_.queries + first) * row_elements +
+           work.head * value_features;
     store_rows(out, row_elements, rows, value_features, sums_, factors);
   }
 
   const AttentionShape& shape_;
   const Functions& functions_;
-  int first_query_, head_, batch_;
-  TileList<config.listed> list_;
-  uint32 queries_, queries_full_;
+  const int32 *counts_, *lists_;
+  QueryRing queries_;
   KeyRing keys_;
   ValueRing values_;
   AccumulatorPlace place_;
   float sums_[config.value_features / 2];
-  float maxima_[2] = {-INFINITY, -INFINITY}, totals_[2] = {0, 0};
+  float maxima_[2], totals_[2];
 };
 
 template <typename T, AttentionConfig config, class Functions, typename... Operands>

@@ -62,10 +62,10 @@ class AttentionTangent {
     __syncthreads();
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == kConsumers) {
-      warpgroup_reg_dealloc<registers_of_producer(kConsumers)>();
+      warpgroup_reg_dealloc<24>();
       if (threadIdx.x % 128 == 0) produce(maps);
     } else {
-      warpgroup_reg_alloc<registers_of_consumer(kConsumers)>();
+      warpgroup_reg_alloc<240>();
       consume(warpgroup);
       store(warpgroup, out, out_dot, logsumexp_dot, value_features);
     }

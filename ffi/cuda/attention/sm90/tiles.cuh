@@ -30,8 +30,8 @@ struct AttentionShape {
   int32 queries, keys;
   // Heads of queries, and how many of them read the same head of keys.
   int32 heads, group;
-  // Tiles of rows of the CTAs, and entries of a list of tiles.
-  int32 tiles, listed;
+  // Tiles of the rows of a head, those of all heads, and entries of a list of tiles.
+  int32 tiles, works, listed;
   // Lists between those of neighbouring batches and heads; 0 where all have the same.
   int32 batch_lists, head_lists;
   float scale;
