@@ -316,3 +316,26 @@ def test_devices_share_lanes(name):
     program = compiled(function, *avals, mesh=mesh_of((4,), ("x",)), specs=specs)
     assert kernels(program) == [kernel]
     assert (moved(program), collectives(program)) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["functions", "queries"])
+def test_devices_share_attention(name):
+    """Devices share the batch and the heads without a collective, or the queries of all keys."""
+    lengths = jnp.array([900, 500, 300, 1000], np.int32)
+
+    def attend(*operands):
+        return jtk.attention(
+            *operands,
+            is_causal=True,
+            key_value_seq_lengths=lengths,
+            score_mod=lambda s, b, h, q, k: s - (b + h) * (q - k),
+        )
+
+    by_heads, whole = P("x", None, "y"), P()
+    specs = {"functions": (by_heads,) * 3, "queries": (P(None, "x"), whole, whole)}[name]
+    x, y = array(4, 1024, 8, 64), array(4, 1024, 4, 64)
+    mesh = mesh_of((2, 2), ("x", "y"))
+    program = compiled(gradients(attend, 3), x, y, y, mesh=mesh, specs=specs)
+    assert kernels(program) == ["attention_bfloat", "attention_gradient_bfloat"]
+    sent = [x.kind for x in collectives(program)]
+    assert sent == [] if name == "functions" else set(sent) <= {"all-reduce", "reduce-scatter"}

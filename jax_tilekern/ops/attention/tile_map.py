@@ -382,9 +382,9 @@ def _unknown(name: str, operands: Sequence[Interval], corners: Any) -> Any:
     if any(jnp.issubdtype(x.low.dtype, jnp.floating) for x in operands):
         found += [x != x for own in operands for x in (own.low, own.high)]
     elif name in ("add", "sub", "mul", "neg"):
-        most = 0.999 * np.iinfo(operands[0].low.dtype).max
+        info = np.iinfo(operands[0].low.dtype)
         floats = (_MONOTONIC[name](*(x.astype(np.float32) for x in own)) for own in corners)
-        found += [abs(x) > most for x in floats]
+        found += [(x > 0.999 * info.max) | (x < 0.999 * info.min) for x in floats]
     if name == "div":
         found.append((operands[1].low <= 0) & (operands[1].high >= 0))
     if not found:
