@@ -107,6 +107,8 @@ class GroupWriter(LaneWriter):
         self.shared_bytes = 0
         # Whether threads go different ways, and whether barriers stand around what is written.
         self._apart = self._between_barriers = False
+        # How many statements there are where no thread has accessed memory since a barrier.
+        self._after_barrier = -1
         # The statements of loops that threads share out, and the long functions in them. Calls
         # would be one after another, so these loops have them inlined first.
         self._of_loops: set[int] = set()
@@ -280,6 +282,7 @@ class GroupWriter(LaneWriter):
             self._wait_for_copies()
             with self.block(f"if ({step} != {0 if down else length - 1})"):
                 begin(plus(step, -1 if down else 1))
+            self._after_barrier = len(self.statements)  # These copies concern no other memory.
             return {
                 i: at_index(in_memory(both), 0, _half(step)) for i, (_, _, both) in copies.items()
             }
@@ -359,7 +362,7 @@ class GroupWriter(LaneWriter):
     # -- What threads share out ---------------------------------------------------------------
 
     def _barrier(self) -> None:
-        if self.statements[-1:] != [_BARRIER]:
+        if self.statements[-1:] != [_BARRIER] and len(self.statements) != self._after_barrier:
             self.line(_BARRIER)
 
     def _is_shared(self, buffer: Buffer) -> bool:
