@@ -192,3 +192,14 @@ def test_explain_shows_the_tiles_that_a_mask_empties():
         )
     (share,) = re.findall(r"of which the mask empties (\d+)%", first.reason)
     assert 30 <= int(share) < 50
+
+
+def test_scores_of_float64_with_a_function_are_computed_in_blocks():
+    with jax.enable_x64(True), gpu_target(H100):
+        x = jnp.ones((1, 4, 1, 64), np.float64)
+        slope = jnp.ones(1, np.float64)
+        (choice,) = jtk.explain(
+            lambda x, s: jtk.attention(x, x, x, score_mod=lambda y, *_: y - s[0]), x, slope
+        )
+    assert choice.kernel is None
+    assert "not float64" in choice.reason
