@@ -84,11 +84,14 @@ class AttentionForward {
   };
 
   // CTAs are persistent: the loads of the next tile run beside the end of one. Neighbouring tiles
-  // are of the same head, whose keys and values are in L2. Under a causal mask the last tiles take
-  // longest, so they come first.
+  // are of the same head, whose keys and values are in L2. Every other round is in the opposite
+  // order, so that CTAs have long and short lists alike.
   template <class F>
   void for_each_work(const F& f) const {
-    for (int i = blockIdx.x; i < shape_.works; i += gridDim.x) {
+    const int ctas = gridDim.x, cta = blockIdx.x;
+    for (int first = 0, round = 0; first < shape_.works; first += ctas, ++round) {
+      const int i = first + (round % 2 == 0 ? cta : ctas - 1 - cta);
+      if (i >= shape_.works) continue;
       const int tile = shape_.tiles - 1 - i % shape_.tiles, row = i / shape_.tiles;
       const int head = row % shape_.heads, batch = row / shape_.heads;
       f(Work{tile * config.queries, head, batch,
