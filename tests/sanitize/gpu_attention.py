@@ -1,0 +1,62 @@
+"""Kernels of attention on the GPU, under compute-sanitizer; see ``.ci/sanitize``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_tilekern as jtk
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # For benchmarks.
+from benchmarks.catalog.oracles import ORACLES
+
+SLOPES = jnp.array([0.1, 0.3])
+
+
+def slopes(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s - SLOPES[h] * (q - k)
+
+
+# Sizes of (batch, queries, keys, heads, key heads, features, value features), and options.
+CALLS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((2, 300, 500, 2, 1, 64, 72), {}),
+    ((1, 500, 500, 2, 2, 128, 128), {"score_mod": slopes, "is_causal": True}),
+]
+
+
+def everything(m: Any, options: dict[str, Any], operands: Any, d_out: Any, dots: Any) -> Any:
+    """Return the result, the gradients and a tangent."""
+
+    def attention(*x: Any) -> Any:
+        return m.attention(*x, **options)
+
+    out, back = jax.vjp(attention, *operands)
+    return out, *back(d_out), jax.jvp(attention, operands, dots)[1]
+
+
+wrong = 0
+rng = np.random.default_rng(0)
+for (b, t, s, n, k, h, d), options in CALLS:
+    shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d)
+    operands, dots = (
+        tuple(jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in shapes) for _ in range(2)
+    )
+    d_out = jnp.asarray(rng.standard_normal((b, t, n, d)), jnp.bfloat16)
+    results = {}
+    for name, m in (("ours", jtk), ("exact", ORACLES)):
+        given = operands, d_out, dots
+        if name == "exact":
+            given = jax.tree.map(lambda x: x.astype(np.float32), given)
+        with jtk.policy("kernels"), jax.default_matmul_precision("highest"):
+            results[name] = jax.jit(functools.partial(everything, m, options))(*given)
+    for x, y in zip(results["ours"], results["exact"], strict=True):
+        x, y = (np.asarray(z, np.float64) for z in (x, y))
+        wrong += not np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y)
+print(f"attention: {len(CALLS)} calls, {wrong} wrong")
+sys.exit(wrong > 0)
