@@ -69,7 +69,7 @@ def plan_lanes(
             for kernel in kernels
             for threads, x in kernel.work
         }
-        # Of equal times, fewer threads wait less for each other.
+        # Where times are equal, fewer threads wait less for each other.
         fastest = min(us for us, _ in times.values())
         threads = min(n for n, (us, _) in times.items() if us <= _EQUAL * fastest)
         ours, kernel = times[threads]
