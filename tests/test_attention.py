@@ -21,6 +21,7 @@ from jax_tilekern.ops.attention.scores import (
     traced,
     visible_jaxpr,
 )
+from jax_tilekern.partitioning import params_text
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -344,6 +345,24 @@ def test_jaxprs_of_scalars():
     assert bool(evaluate(moved)(*indices, *of_mask, origins)[0]) == bool(
         MASKS["documents"](0, 2, 4, 4)
     )
+
+
+def test_descriptions_have_a_text():
+    """XLA partitions a call by it, perhaps in another process."""
+    function, x = SCORES["table"]
+    score_mod, _ = traced(lambda *s: function(*s, x), "score_mod", np.dtype(np.float32))
+    mask_mod, _ = traced(MASKS["documents"], "mask_mod", None)
+    scores = Scores(0.5, (("bias", None), ("mask", 3)), score_mod, mask_mod, True, (3, 0))
+    found = params_text.from_text(params_text.to_text(scores))
+    for own, other in zip(vars(scores).values(), vars(found).values(), strict=True):
+        assert str(getattr(own, "jaxpr", own)) == str(getattr(other, "jaxpr", other))
+    # Equal functions are one, whatever arrays they read.
+    other = -x
+    same, _ = traced(lambda *s: function(*s, other), "score_mod", np.dtype(np.float32))
+    assert same is score_mod
+    # Its text would lack a derivative of its own.
+    relu, _ = traced(lambda s, b, h, q, k: jax.nn.relu(s), "score_mod", np.dtype(np.float32))
+    assert "object" in params_text.to_text(relu)
 
 
 def test_plain_calls_have_no_functions():

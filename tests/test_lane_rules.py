@@ -211,7 +211,7 @@ def equations_of(name):
 def refused(eqn, words):
     """Whether every translation refuses an equation."""
     with pytest.raises(Untranslatable, match=words):
-        ScalarWriter(to_16_bits=False).equation(eqn, ["x"] * len(eqn.invars))
+        ScalarWriter({}).equation(eqn, ["x"] * len(eqn.invars))
     return readings(eqn, eqn.outvars[0].aval.shape) is None
 
 

@@ -7,7 +7,7 @@ scalars. By then the derivatives have been taken.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,18 +35,11 @@ def to_data(function: ScalarFunction) -> dict[str, Any] | None:
     The values are numbered: first the operands, then the result of each equation. A value is its
     number, or the type and the value of a literal.
     """
-    jaxpr = function.jaxpr.jaxpr
-    equations: list[tuple[Any, ...]] = []
-    operands = range(len(jaxpr.invars))
-    try:
-        results = _flattened(jaxpr, function.jaxpr.consts, operands, equations, len(operands))
-    except _NotPlain:
-        return None
-    return {
+    found = to_equations(function.jaxpr)
+    return found and {
         "name": function.name,
         "operands": tuple(np.dtype(x.dtype) for x in function.jaxpr.in_avals),
-        "equations": tuple(equations),
-        "results": tuple(results),
+        **found,
         "out_dtypes": function.out_dtypes,
         "reductions": tuple(
             dataclasses.astuple(kind) if isinstance(kind, RowQuantization) else kind
@@ -55,8 +48,20 @@ def to_data(function: ScalarFunction) -> dict[str, Any] | None:
     }
 
 
-def from_data(data: dict[str, Any]) -> ScalarFunction:
-    """Return the function that :func:`to_data` has returned the data of."""
+def to_equations(closed: Any) -> dict[str, Any] | None:
+    """Return the equations of a jaxpr, and its results, as plain data if they have it."""
+    jaxpr = closed.jaxpr
+    equations: list[tuple[Any, ...]] = []
+    operands = range(len(jaxpr.invars))
+    try:
+        results = _flattened(jaxpr, closed.consts, operands, equations, len(operands))
+    except _NotPlain:
+        return None
+    return {"equations": tuple(equations), "results": tuple(results)}
+
+
+def from_equations(data: dict[str, Any]) -> Callable[..., list[Any]]:
+    """Return the function that :func:`to_equations` has returned the data of."""
 
     def python(*operands: Any) -> list[Any]:
         values = list(operands)
@@ -68,6 +73,12 @@ def from_data(data: dict[str, Any]) -> ScalarFunction:
             values.append(_primitive(name).bind(*map(value, read), **params))
         return [value(atom) for atom in data["results"]]
 
+    return python
+
+
+def from_data(data: dict[str, Any]) -> ScalarFunction:
+    """Return the function that :func:`to_data` has returned the data of."""
+    python = from_equations(data)
     avals = [jax.ShapeDtypeStruct((), dtype) for dtype in data["operands"]]
     # XLA calls this function on its own thread, where the user's configuration is not set.
     with jax.enable_x64(True), compat.without_mesh():
@@ -102,7 +113,7 @@ def _flattened(
             inner = eqn.params[INNER_JAXPR[name]]
             inner, own = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
             results = _flattened(inner, own, read, equations, first)
-        elif is_copy(name):
+        elif is_copy(name) and not getattr(eqn.invars[0].aval, "shape", ()):
             results = read
         elif name == "convert_element_type" and isinstance(read[0], tuple):
             results = [_literal(_number(*read[0]), eqn.params["new_dtype"])]

@@ -27,10 +27,12 @@ import jax
 import numpy as np
 from jax import Array, lax
 
+from jax_tilekern.epilogue.plain_data import from_equations, to_equations
 from jax_tilekern.epilogue.scalar_function import evaluate_without_names, takes
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.jitted import MOST_FUNCTIONS, UserFunction
+from jax_tilekern.partitioning import params_text
 
 INDEX = jax.core.ShapedArray((), np.dtype(np.int32))
 _NOT_JAX_ARRAYS = (np.ndarray, np.generic, bool, int, float, complex)
@@ -99,6 +101,33 @@ class IndexFunction:
             for x, leads in zip(self.jaxpr.in_avals[n:], is_mapped, strict=True)
         ]
         return dataclasses.replace(self, jaxpr=closed(function, *self.jaxpr.in_avals[:n], *avals))
+
+
+def _to_data(function: IndexFunction) -> dict[str, Any] | None:
+    """Return a function as plain data; one with a derivative of its own has none."""
+    avals = function.jaxpr.in_avals
+    types = [getattr(x, "dtype", None) for x in avals]
+    equations = function.jaxpr.jaxpr.eqns
+    if not all(isinstance(x, np.dtype) for x in types) or any(map(compat.jaxprs_of, equations)):
+        return None
+    found = to_equations(function.jaxpr)
+    return found and {
+        "name": function.name,
+        "scalars": function.scalars,
+        "types": tuple(zip(types, (x.shape for x in avals), strict=True)),
+        **found,
+    }
+
+
+def _from_data(data: dict[str, Any]) -> IndexFunction:
+    avals = [jax.core.ShapedArray(shape, dtype) for dtype, shape in data["types"]]
+    # XLA calls this function on its own thread, where the user's configuration is not set.
+    with jax.enable_x64(True):
+        jaxpr = closed(from_equations(data), *avals)
+    return IndexFunction(data["name"], jaxpr, data["scalars"])
+
+
+params_text.register(IndexFunction, _to_data, _from_data)
 
 
 def closed(function: Callable[..., Any], *avals: Any) -> Any:
@@ -172,7 +201,9 @@ def _traced(
         return found if score is None else jnp.asarray(found).astype(score)
 
     types = (jax.core.ShapedArray(jnp.shape(x), jax.typeof(x).dtype) for x in consts)
-    return IndexFunction(name, closed(converted, *scalars, *types), len(scalars)), consts
+    found = IndexFunction(name, closed(converted, *scalars, *types), len(scalars))
+    # Functions of the same equations have one program.
+    return params_text.shared(found), consts
 
 
 class Arrays(NamedTuple):
