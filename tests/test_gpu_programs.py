@@ -50,7 +50,15 @@ def fp8(x, w):
     return jtk.fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
 
 
+def capped(q, k, v):
+    def score_mod(score, *_):
+        return 20 * jnp.tanh(score / 20)
+
+    return jtk.attention(q, k, v, score_mod=score_mod, is_causal=True)
+
+
 SQUARE = array(1024, 1024)
+HEADS = array(2, 1024, 16, 128)
 # Function, operands, and kernels that a program launches.
 READ_IN_PLACE = {
     "products of every major order": (
@@ -70,6 +78,14 @@ READ_IN_PLACE = {
     "8-bit products and their gradients": (
         gradients(fp8, 2), (array(8192, 4096), array(4096, 4096)),
         {"quantize_bfloat": 3, "scaled_wgmma_matmul_fp": 3},
+    ),
+    "attention and its gradients": (
+        gradients(capped, 3), (HEADS, HEADS, HEADS),
+        {"attention_bfloat": 1, "attention_gradient_bfloat": 1},
+    ),
+    "a tangent of attention": (
+        lambda *x: jax.jvp(capped, x[:3], x[3:]), (HEADS,) * 6,
+        {"attention_bfloat": 1, "attention_tangent_bfloat": 1},
     ),
     "a permutation": (
         lambda x: jtk.transpose(x, (0, 2, 1)), (array(16, 1023, 1023),), {"transpose": 1},
