@@ -517,3 +517,20 @@ def test_explain_shows_what_a_call_runs():
     calls = [choice.call for choice in found]
     assert calls == ["attention (causal, <lambda>)", "attention_backward (causal, <lambda>)"]
     assert "blocks" in found[0].reason
+
+
+def test_devices_add_their_first_index_where_the_call_reads_it():
+    def scores(function=None, **fields):
+        mod = traced(function, "score_mod", np.dtype(np.float32))[0] if function else None
+        return Scores(1.0, score_mod=mod, **fields)
+
+    split = dict.fromkeys(("batch", "queries", "heads"), False)
+    for own, read in (
+        (scores(), set()),
+        (scores(lambda s, b, h, q, k: jnp.tanh(s)), set()),
+        (scores(lambda s, b, h, q, k: s * h), {"heads"}),
+        (scores(is_causal=True), {"queries"}),
+        (scores(named=(("bias", 2),)), {"batch"}),
+        (scores(lambda s, b, h, q, k: s + b * (q - k)), {"batch", "queries"}),
+    ):
+        assert {x for x in split if own.reads_origins(**{**split, x: True})} == read

@@ -263,8 +263,8 @@ def _labels_of_array(scores: Scores, kind: str, x: Any, sizes: tuple[int, int, i
 
 def _localised(shard: Shard, *operands: Array, scores: Scores, **_: Any) -> Results:
     """Add the first element of the batch, head and query of the device."""
-    split = [shard.is_split(x) for x in (_BATCH, _QUERIES, _HEADS)]
-    if not (scores.reads_indices and any(split)):
+    batch, queries, heads = (shard.is_split(x) for x in (_BATCH, _QUERIES, _HEADS))
+    if not scores.reads_origins(batch=batch, queries=queries, heads=heads):
         return operands
 
     def start(label: int) -> Any:

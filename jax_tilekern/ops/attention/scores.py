@@ -74,16 +74,19 @@ class IndexFunction:
         result: Array = compat.staged(function)(*operands)
         return result
 
+    def reads(self, index: int) -> bool:
+        """Whether the result may depend on an index: of the batch, head, query or key."""
+        jaxpr = self.jaxpr.jaxpr
+        var = jaxpr.invars[self.scalars - 4 + index]
+        return var in jaxpr.outvars or any(var in x.invars for x in jaxpr.eqns)
+
     def mapped(self, count: int, batch: int, is_mapped: Sequence[bool]) -> IndexFunction:
         """Return the function for ``count * batch`` elements, of which mapped arrays have a part.
 
         A mapped array has a leading dimension of ``count``.
         """
         n = self.scalars
-        jaxpr = self.jaxpr.jaxpr
-        batch_of = jaxpr.invars[n - 4]
-        reads_batch = any(batch_of in x.invars for x in jaxpr.eqns) or batch_of in jaxpr.outvars
-        if not (reads_batch or any(is_mapped)):
+        if not (self.reads(0) or any(is_mapped)):
             return self
 
         def function(*operands: Any) -> Any:
@@ -296,12 +299,17 @@ class Scores:
         """Whether no function of the user's takes part."""
         return self.score_mod is None and self.mask_mod is None
 
-    @property
-    def reads_indices(self) -> bool:
-        """Whether indices of the whole call matter, beside those of a device's part."""
+    def reads_origins(self, *, batch: bool, queries: bool, heads: bool) -> bool:
+        """Whether indices of the whole call matter where devices divide these dimensions."""
         divided = any(d is not None for _, d in self.named)
         rows = self.is_causal or self.window or "query_lengths" in self.kinds
-        return bool(divided or rows or not self.is_plain)
+        functions = [x for x in (self.score_mod, self.mask_mod) if x is not None]
+        of_batch, of_heads, of_queries = (any(f.reads(i) for f in functions) for i in range(3))
+        return bool(
+            (batch and (divided or of_batch))
+            or (heads and of_heads)
+            or (queries and (rows or of_queries))
+        )
 
     def divisor(self, name: str) -> int | None:
         """Return how an array's first dimension depends on the element of the batch."""
