@@ -457,6 +457,10 @@ def test_a_traced_scale_names_score_mod():
 # In place of JAX's own.
 
 
+of_cpus = pytest.mark.skipif(on_gpu(), reason="GPUs have no kernel of float32")
+
+
+@of_cpus
 @pytest.mark.parametrize("name", OPTIONS)
 def test_patch_takes_jaxs_attention(name):
     options = OPTIONS[name]
@@ -497,6 +501,23 @@ def test_patch_leaves_what_it_does_not_take():
     assert_close(found, (out, residual), 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "options", "is_taken"),
+    [
+        ("H200", jnp.bfloat16, {"bias": _F((1, N, T, T))}, True),
+        ("H200", np.float32, {}, False),
+        ("A100", jnp.bfloat16, {}, True),
+        ("A100", jnp.bfloat16, {"bias": _F((1, N, T, T))}, False),
+    ],
+)
+def test_patch_takes_what_no_gpu_computes_slower(gpu, dtype, options, is_taken):
+    x = QUERY.astype(dtype)
+    with jtk.patch(), jtk.gpu_target(gpu):
+        jaxpr = str(jax.make_jaxpr(lambda x: jax.nn.dot_product_attention(x, x, x, **options))(x))
+    assert ("tilekern_attention" in jaxpr) == is_taken
+
+
+@of_cpus
 def test_patch_takes_the_attention_of_flax():
     nnx = pytest.importorskip("flax.nnx")
     layer = nnx.MultiHeadAttention(
@@ -513,7 +534,7 @@ def test_explain_shows_what_a_call_runs():
     def loss(q):
         return jtk.attention(q, KEY, VALUE, is_causal=True, mask_mod=MASKS["dilated"]).sum()
 
-    found = jtk.explain(jax.grad(loss), QUERY)
+    found = jtk.explain(jax.grad(loss), QUERY, platform="cpu")
     calls = [choice.call for choice in found]
     assert calls == ["attention (causal, <lambda>)", "attention_backward (causal, <lambda>)"]
     assert "blocks" in found[0].reason

@@ -46,7 +46,7 @@ def patch() -> Iterator[None]:
     wide rows are; elsewhere JAX's own scatter runs. ``lax.top_k`` is :func:`jax_tilekern.top_k`.
 
     ``jax.nn.dot_product_attention``, which ``flax.nnx`` calls, is :func:`jax_tilekern.attention`
-    unless it asks for cuDNN. A query that sees no key gives zeros.
+    unless it asks for cuDNN, or a GPU has no kernel of it. A query that sees no key gives zeros.
 
     It holds for the current thread, may be nested, and ends with the block, also by an exception.
     JAX reuses a trace from inside only inside, and one from outside only outside. Products in
@@ -144,12 +144,14 @@ def _traced() -> list[str]:
     # The function is new in every call, because JAX caches traces by function.
     def calls() -> tuple[Any, ...]:
         x, ids = jax.numpy.ones((2, 2)), jax.numpy.array([2])
+        # A call that cuDNN has.
+        heads = jax.numpy.ones((1, 1, 1, 8), jax.numpy.bfloat16)
         return (
             lax.dot(x, x),
             lax.ragged_dot(x, x[None], ids),
             x.at[ids].add(1.0),
             lax.top_k(x, 1),
-            jax.nn.dot_product_attention(x[None], x[None], x[None]),
+            jax.nn.dot_product_attention(heads, heads, heads),
         )
 
     with intercepting():

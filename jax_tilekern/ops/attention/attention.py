@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jax_tilekern.interop import compat
+from jax_tilekern.interop import compat, cudnn
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.interop.patch import replace_attention
@@ -19,6 +19,7 @@ from jax_tilekern.ops.attention import primitives
 from jax_tilekern.ops.attention.blocks import score_type
 from jax_tilekern.ops.attention.scores import Scores, traced
 from jax_tilekern.ops.jitted import MOST_FUNCTIONS, jitted
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
@@ -267,7 +268,9 @@ def _in_place_of_jax(
     is_number = isinstance(scale, int | float | np.number)
     is_float = bias is None or jnp.issubdtype(bias.dtype, jnp.floating)
     is_window = window is None or min(window) >= 0
-    if not (is_number and is_float and is_window and query.dtype.itemsize > 1):
+    others = bias, mask, q_seqlen, kv_seqlen, window
+    is_plain = all(x is None for x in others)
+    if not (is_number and is_float and is_window and _is_never_slower(query, key, value, is_plain)):
         return NotImplemented
     out, residual = attention(
         query, key, value, bias, mask, scale=scale, query_seq_lengths=q_seqlen,
@@ -277,5 +280,26 @@ def _in_place_of_jax(
         return out
     return out, lax.stop_gradient(residual.astype(key.dtype))
 
+
+def _is_never_slower(query: Array, key: Array, value: Array, is_plain: bool) -> bool:
+    """Whether a call has a kernel or cuDNN's, or runs on a CPU.
+
+    Blocks on a GPU compute scores again in a gradient, where JAX's keeps them in memory.
+    """
+    try:
+        is_hopper = current_gpu().compute_capability[0] == _HOPPER
+    except NoGpu:
+        if jax.default_backend() == "cpu":
+            return query.dtype.itemsize > 1
+        is_hopper = False
+    if not is_hopper:
+        return is_plain and cudnn.covers(query, key, value)
+    features = query.shape[-1], value.shape[-1]
+    has_rows = all(x % 8 == 0 and x <= _MOST_FEATURES for x in features)
+    return query.dtype.itemsize == 2 and has_rows
+
+
+# What has kernels.
+_HOPPER, _MOST_FEATURES = 9, 256
 
 replace_attention(_in_place_of_jax)
