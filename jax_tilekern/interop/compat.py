@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import checkify as _checkify
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
@@ -115,6 +116,7 @@ __all__ = [
     "with_automatic_axes",
     "with_leading_dims",
     "with_type",
+    "without_casts_to_varying",
     "without_mesh",
     "without_varying_axes",
     "zero_tangent",
@@ -589,6 +591,12 @@ def without_mesh() -> Iterator[None]:
         _sharding_impls._internal_use_concrete_mesh(_mesh.empty_concrete_mesh),
     ):
         yield
+
+
+def without_casts_to_varying() -> AbstractContextManager[None]:
+    """Return a context in which operations of values that vary differently cast none of them."""
+    context: AbstractContextManager[None] = _config._check_vma(False)
+    return context
 
 
 def with_automatic_axes(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:

@@ -170,6 +170,8 @@ _ARRAYS = (
     "query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths"
 )  # fmt: skip
 
+_LARGEST_WINDOW = 1 << 30
+
 
 def _window(size: Any) -> tuple[int, int] | None:
     if size is None:
@@ -180,7 +182,8 @@ def _window(size: Any) -> tuple[int, int] | None:
     before, after = (integer("attention", "local_window_size", x) for x in sizes)
     if before < 0 or after < 0:
         raise ValueError(f"attention: local_window_size is {size!r}; it is not negative")
-    return before, after
+    # The sum of an index and a window is an int32.
+    return min(before, _LARGEST_WINDOW), min(after, _LARGEST_WINDOW)
 
 
 def _check(arrays: dict[str, Array]) -> None:

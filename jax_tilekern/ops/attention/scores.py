@@ -187,7 +187,9 @@ def _traced(
             f"{called} does not take {len(scalars)} scalars, ({first}batch, head, query_index, "
             "key_index)"
         )
-    traced, result = jax.make_jaxpr(function, return_shape=True)(*scalars)
+    # Arrays that vary over a mesh become operands, whose types say nothing of it.
+    with compat.without_casts_to_varying():
+        traced, result = jax.make_jaxpr(function, return_shape=True)(*scalars)
     if getattr(result, "shape", None) != ():
         raise TypeError(f"{called} returns {result}; it must return one scalar")
     kind, wanted = ("b", "a boolean") if score is None else ("f", "a real number")

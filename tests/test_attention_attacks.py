@@ -1,0 +1,53 @@
+"""``attention`` of inputs at the limits of what its parameters allow."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from numerics import assert_close
+from sharded import AUTO, devices, mesh_of
+
+import jax_tilekern as jtk
+
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape):
+    return jnp.asarray(RNG.standard_normal(shape).astype(np.float32))
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**40])
+def test_windows_beyond_int32_hide_nothing(window):
+    x = draw(1, 5, 2, 4)
+    expected = jtk.attention(x, x, x)
+    assert_close(jtk.attention(x, x, x, local_window_size=window), expected, 1e-6)
+    causal = jtk.attention(x, x, x, local_window_size=(window, 0))
+    assert_close(causal, jtk.attention(x, x, x, is_causal=True), 1e-6)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_functions_read_arrays_that_vary_over_devices(check_vma):
+    mesh = mesh_of((AUTO, AUTO))
+    heads = P(None, None, "d")
+
+    def f(query, key, value, slopes):
+        return jtk.attention(
+            query, key, value,
+            score_mod=lambda s, b, h, q, k: s - slopes[h] * (q - k),
+            mask_mod=lambda b, h, q, k: (k <= q) | (slopes[h] > 0),
+        )  # fmt: skip
+
+    specs = heads, heads, heads, P("d")
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=check_vma)
+
+    def both(f):
+        loss = lambda *xs: jnp.sum(jnp.sin(f(*xs)))  # noqa: E731
+        return jax.jit(lambda *xs: (f(*xs), jax.grad(loss, (0, 1, 2, 3))(*xs)))
+
+    xs = draw(2, 5, 8, 4), draw(2, 6, 8, 4), draw(2, 6, 8, 4), draw(8)
+    found, expected = both(mapped)(*xs), both(f)(*xs)
+    assert_close(jax.tree.leaves(found), jax.tree.leaves(expected), 1e-4)
