@@ -507,6 +507,7 @@ def test_patch_leaves_what_it_does_not_take():
         ("H200", jnp.bfloat16, {"bias": _F((1, N, T, T))}, True),
         ("H200", np.float32, {}, False),
         ("A100", jnp.bfloat16, {}, True),
+        ("A100", jnp.bfloat16, {"is_causal": True}, True),
         ("A100", jnp.bfloat16, {"bias": _F((1, N, T, T))}, False),
     ],
 )

@@ -272,7 +272,9 @@ def _in_place_of_jax(
     is_float = bias is None or jnp.issubdtype(bias.dtype, jnp.floating)
     is_window = window is None or min(window) >= 0
     others = bias, mask, q_seqlen, kv_seqlen, window
-    is_plain = all(x is None for x in others)
+    # Causal calls of cuDNN's have as many queries as keys.
+    has_order = not options["is_causal"] or query.shape[1] == key.shape[1]
+    is_plain = has_order and all(x is None for x in others)
     if not (is_number and is_float and is_window and _is_never_slower(query, key, value, is_plain)):
         return NotImplemented
     out, residual = attention(
