@@ -28,6 +28,45 @@ def test_windows_beyond_int32_hide_nothing(window):
     assert_close(causal, jtk.attention(x, x, x, is_causal=True), 1e-6)
 
 
+def test_lengths_beyond_int32_hide_nothing():
+    x = draw(1, 5, 2, 4)
+    found = jtk.attention(x, x, x, key_value_seq_lengths=np.array([2**32 - 1], np.uint32))
+    assert_close(found, jtk.attention(x, x, x), 1e-6)
+
+
+def test_no_features():
+    x, value = draw(1, 5, 2, 0), draw(1, 5, 2, 3)
+    expected = jnp.broadcast_to(value.mean(1, keepdims=True), value.shape)
+    assert_close(jtk.attention(x, x, value), expected, 1e-6)
+
+
+class Factor:
+    """A score function that reads an attribute."""
+
+    value = 1.0
+
+    def __call__(self, score, *_):
+        return score * self.value
+
+
+@pytest.mark.parametrize("kind", ["object", "method"])
+def test_functions_read_attributes_anew(kind):
+    x = draw(1, 5, 2, 4)
+    factor = Factor()
+    score_mod = factor if kind == "object" else factor.__call__
+
+    def with_factor(y):
+        factor.value = y
+        return jtk.attention(x, x, x, score_mod=score_mod)
+
+    assert_close(with_factor(1.0), jtk.attention(x, x, x), 1e-6)
+    expected = jtk.attention(x, x, x, scale=1.0)
+    assert_close(with_factor(2.0), expected, 1e-6)
+    for _ in range(2):
+        assert_close(jax.jit(with_factor)(2.0), expected, 1e-6)
+        assert_close(with_factor(2.0), expected, 1e-6)
+
+
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_functions_read_arrays_that_vary_over_devices(check_vma):

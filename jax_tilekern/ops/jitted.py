@@ -101,13 +101,20 @@ class UserFunction:
 
 
 def _values_read(function: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """Yield what a function reads besides its arguments, of its closure, defaults and globals.
+    """Yield what a function reads besides its arguments: closure, defaults, globals, attributes.
 
     Functions in its closure are followed; ``seen`` are those on the way, which may call each other.
     """
     if isinstance(function, functools.partial):
         function = function.func
-    function = getattr(function, "__func__", function)
+    if not callable(function):
+        return
+    owner = getattr(function, "__self__", function)
+    if not isinstance(owner, types.FunctionType | types.ModuleType | type):
+        # A bound method, or an object that is called, reads its attributes.
+        yield from getattr(owner, "__dict__", {}).values()
+        method = type(function).__call__ if owner is function else function
+        function = getattr(method, "__func__", method)
     if not isinstance(function, types.FunctionType) or id(function) in seen:
         return
     yield from function.__defaults__ or ()

@@ -170,6 +170,7 @@ _ARRAYS = (
     "query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths"
 )  # fmt: skip
 
+_MOST = np.iinfo(np.int32).max
 _LARGEST_WINDOW = 1 << 30
 
 
@@ -255,6 +256,8 @@ def _attention(
         if kind in ("bias", "mask"):
             x = four_dims(x)
         elif kind in ("query_lengths", "key_lengths"):
+            if np.iinfo(x.dtype).max > _MOST:
+                x = jnp.clip(x, 0, _MOST)
             x = x.astype(np.int32)
         own.append(x)
     out, lse = primitives.attention(*map(four_dims, (query, key, value)), *own, scores=scores)

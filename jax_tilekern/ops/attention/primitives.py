@@ -55,7 +55,7 @@ _BATCH, _QUERIES, _HEADS = range(3)
 def _like_results(query: Array, key: Array, value: Array, *_: Array, **__: Any) -> list[Array]:
     del key
     wide = blocks.score_type(query)
-    rows = jnp.zeros_like(query[..., 0])
+    rows = jnp.zeros_like(query.sum(-1))
     out = jnp.broadcast_to(rows[..., None], (*rows.shape, value.shape[-1]))
     return [out, rows.astype(wide).transpose(0, 2, 1)]
 

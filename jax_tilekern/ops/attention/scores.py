@@ -189,7 +189,8 @@ def _traced(
         )
     # Arrays that vary over a mesh become operands, whose types say nothing of it.
     with compat.without_casts_to_varying():
-        traced, result = jax.make_jaxpr(function, return_shape=True)(*scalars)
+        # make_jaxpr keeps what it traced of a function, whatever the function reads since.
+        traced, result = jax.make_jaxpr(lambda *x: function(*x), return_shape=True)(*scalars)
     if getattr(result, "shape", None) != ():
         raise TypeError(f"{called} returns {result}; it must return one scalar")
     kind, wanted = ("b", "a boolean") if score is None else ("f", "a real number")
