@@ -506,12 +506,14 @@ def is_zeros(value: Any) -> bool:
 
 
 def cudnn_attention(
-    operands: Sequence[Any], *, scale: float, is_causal: bool, window: int
-) -> Sequence[Any]:
+    operands: Sequence[Any], *, scale: float, is_causal: bool, window: int, has_bias: bool,
+    of_bias: bool = False,
+) -> Sequence[Any]:  # fmt: skip
     """Return cuDNN's attention and the log of its sums of exponentials, or its gradients.
 
-    ``operands`` are those of JAX's primitive, 10 or 13 for gradients. ``window`` is the number of
-    keys that a query sees, itself and those before it, or 0 for all.
+    ``operands`` are those of JAX's primitive, 10 or 13 for gradients, of which the fourth is the
+    bias. ``window`` is the number of keys that a query sees, itself and those before it, or 0 for
+    all. With ``of_bias`` the gradients end with that of the bias.
     """
     is_forward = len(operands) == 10
     function = (
@@ -524,7 +526,7 @@ def cudnn_attention(
         "scale": scale,
         "seed": 0,
         "dropout_rate": 0.0,
-        "variadic_args": (False, False),
+        "variadic_args": (has_bias, of_bias),
         "mask_type": masks.CAUSAL if is_causal else masks.NO_MASK,
         "layout": _cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": window,

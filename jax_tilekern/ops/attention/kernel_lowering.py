@@ -83,27 +83,30 @@ def _by_cudnn(
 ) -> Rewrite | None:
     """Return a call of cuDNN if it has the call, and is faster by measurement.
 
-    Its gradient takes five products, and the kernels' seven. Its forward pass is faster for few
-    queries and for few keys of each, and the only one before Hopper.
+    Its gradient takes five products, and the kernels' seven, and that of a bias is its own. Its
+    forward pass is faster for few queries, few keys of each and a bias, and the only one before
+    Hopper.
     """
     query, key, value = (x.aval for x in operands[:3])
+    biases = [x.aval for x in operands[_FIRST[name] :]]
     options = _cudnn_options(scores)
     if (
         current_policy() == "kernels"
         or options is None
-        or len(operands) != _FIRST[name]
+        or len(biases) != options.has_bias
         or (options.is_causal and query.shape[1] != key.shape[1])
-        or not cudnn.covers(query, key, value)
+        or not cudnn.covers(query, key, value, *biases)
     ):
         return None
     if name == "forward":
         few = query.shape[1] < _FEW_QUERIES or options.window or query.shape[-1] <= _FEW_FEATURES
-        if few or not _is_hopper():
+        if few or options.has_bias or not _is_hopper():
             return Rewrite("cuDNN's", functools.partial(cudnn.attention, options=options))
-    if name == "backward" and compat.is_zeros(operands[6].value) and max(wanted) < 3:
+    if name == "backward" and compat.is_zeros(operands[6].value):
 
         def gradient(*given: Array) -> Results:
-            found = cudnn.attention_gradient(given[:6], options)
+            read = [*given[:6], *given[7:]]
+            found = cudnn.attention_gradient(read, options, of_bias=3 in wanted)
             return [found[i] for i in wanted]
 
         return Rewrite("cuDNN's", gradient)
@@ -111,8 +114,8 @@ def _by_cudnn(
 
 
 def _cudnn_options(scores: Scores) -> cudnn.Options | None:
-    """Return a call without functions and arrays as cuDNN has it."""
-    if scores.kinds or not scores.is_plain:
+    """Return a call without functions, and with no array but a bias, as cuDNN has it."""
+    if not scores.is_plain or scores.named not in ((), (("bias", None),)):
         return None
     window = 0
     if scores.window is not None:
@@ -120,7 +123,8 @@ def _cudnn_options(scores: Scores) -> cudnn.Options | None:
         if not scores.is_causal and after > 0:
             return None
         window = before + 1
-    return cudnn.Options(float(scores.scale), scores.is_causal or window > 0, window)
+    is_causal = scores.is_causal or window > 0
+    return cudnn.Options(float(scores.scale), is_causal, window, has_bias=bool(scores.named))
 
 
 def _is_hopper() -> bool:
