@@ -210,7 +210,7 @@ def test_bits_of_the_kernels_of_pairs_and_of_scaled_products(rng):
     def several(y, bias):
         return relu(y, bias), quantized(y, bias)
 
-    with emulated_gpu() as ran:
+    with emulated_gpu(H100) as ran:
         of_pair = gated(jtk.row_quantize)(x, w)
         y, of_scaled = scaled(several)(a, b, of_a, of_b, bias)
     assert [plan.name for plan in ran] == ["wgmma_matmul_of_pair bf16", "scaled_wgmma_matmul fp8"]
