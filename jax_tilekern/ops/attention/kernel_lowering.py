@@ -33,7 +33,7 @@ from jax_tilekern.plans.attention.sm90 import (
     plan_tangent,
     refusal,
 )
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -138,8 +138,22 @@ def _problem(
     name: str, avals: Sequence[Any], scores: Scores, wanted: Sequence[int] = ()
 ) -> Attention:
     """Return a call as its plans have it; raise if no kernel covers it."""
-    query, key, value = avals[:3]
-    arrays = _arrays(name, avals, wanted)
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
+    problem: Attention = _problem_once(name, types, scores, tuple(wanted), current_gpu())
+    return problem
+
+
+# Layers of a model, and the steps of a lowering, have equal calls.
+@compat.cached(max_size=1024)
+def _problem_once(
+    name: str,
+    types: tuple[jax.ShapeDtypeStruct, ...],
+    scores: Scores,
+    wanted: tuple[int, ...],
+    gpu: Gpu,
+) -> Attention:
+    query, key, value = types[:3]
+    arrays = _arrays(name, types, wanted)
     batch, queries, heads, features = query.shape
     problem = Attention(
         batch=batch,
@@ -152,7 +166,7 @@ def _problem(
         dtype=np.dtype(query.dtype),
         scale=float(scores.scale),
     )
-    if why := refusal(problem, current_gpu()):
+    if why := refusal(problem, gpu):
         raise Untranslatable(why)
     problem = dataclasses.replace(problem, functions=score_text(scores, arrays))
     if scores.has_mask:
