@@ -14,13 +14,15 @@ from jax_tilekern.interop.originals import jnp
 
 # Features of a head are a multiple of this, and at most so many.
 _FEATURES, _MOST_FEATURES = 8, 128
+_LEAST_CAPABILITY = (8, 0)
 
 
-def covers(query: Any, key: Any, value: Any, *biases: Any) -> bool:
-    """Whether cuDNN has calls without functions, of these types, on every GPU that has it."""
+def covers(capability: tuple[int, int], query: Any, key: Any, value: Any, *biases: Any) -> bool:
+    """Whether cuDNN has calls without functions, of these types, on GPUs of a capability."""
     features, queries, keys = query.shape[-1], query.shape[1], key.shape[1]
     return (
-        all(
+        capability >= _LEAST_CAPABILITY
+        and all(
             x.dtype == query.dtype
             and x.shape[2:] == (queries, keys)
             and queries % 2 == keys % 2 == 0

@@ -295,19 +295,17 @@ def _is_never_slower(query: Array, key: Array, value: Array, is_plain: bool) -> 
     Blocks on a GPU compute scores again in a gradient, where JAX's keeps them in memory.
     """
     try:
-        is_hopper = current_gpu().compute_capability[0] == _HOPPER
+        capability = current_gpu().compute_capability
     except NoGpu:
-        if jax.default_backend() == "cpu":
-            return query.dtype.itemsize > 1
-        is_hopper = False
-    if not is_hopper:
-        return is_plain and cudnn.covers(query, key, value)
+        return jax.default_backend() == "cpu" and query.dtype.itemsize > 1
+    if capability[0] != _HOPPER:
+        return is_plain and cudnn.covers(capability, query, key, value)
     features = query.shape[-1], value.shape[-1]
     has_rows = all(x % 8 == 0 and x <= _MOST_FEATURES for x in features)
     return query.dtype.itemsize == 2 and has_rows
 
 
-# What has kernels.
-_HOPPER, _MOST_FEATURES = 9, 256
+# What has kernels, those of gradients too.
+_HOPPER, _MOST_FEATURES = 9, 128
 
 replace_attention(_in_place_of_jax)

@@ -89,18 +89,18 @@ def _by_cudnn(
     """
     query, key, value = (x.aval for x in operands[:3])
     biases = [x.aval for x in operands[_FIRST[name] :]]
-    options = _cudnn_options(scores)
+    options, capability = _cudnn_options(scores), _capability()
     if (
         current_policy() == "kernels"
         or options is None
         or len(biases) != options.has_bias
         or (options.is_causal and query.shape[1] != key.shape[1])
-        or not cudnn.covers(query, key, value, *biases)
+        or not cudnn.covers(capability, query, key, value, *biases)
     ):
         return None
     if name == "forward":
         few = query.shape[1] < _FEW_QUERIES or options.window or query.shape[-1] <= _FEW_FEATURES
-        if few or options.has_bias or not _is_hopper():
+        if few or options.has_bias or capability[0] != 9:
             return Rewrite("cuDNN's", functools.partial(cudnn.attention, options=options))
     if name == "backward" and compat.is_zeros(operands[6].value):
 
@@ -127,11 +127,11 @@ def _cudnn_options(scores: Scores) -> cudnn.Options | None:
     return cudnn.Options(float(scores.scale), is_causal, window, has_bias=bool(scores.named))
 
 
-def _is_hopper() -> bool:
+def _capability() -> tuple[int, int]:
     try:
-        return current_gpu().compute_capability[0] == 9
+        return current_gpu().compute_capability
     except NoGpu:
-        return False
+        return (0, 0)
 
 
 def _problem(
