@@ -24,7 +24,7 @@ def covers(capability: tuple[int, int], query: Any, key: Any, value: Any, *biase
         capability >= _LEAST_CAPABILITY
         and all(
             x.dtype == query.dtype
-            and x.shape[2:] == (queries, keys)
+            and x.shape == (1, query.shape[2], queries, keys)
             and queries % 2 == keys % 2 == 0
             for x in biases
         )
@@ -49,7 +49,7 @@ class Options:
     window
         How many keys a query of a causal call sees, itself and those before it; 0 for all.
     has_bias
-        Whether the last operand is a bias ``(batch or 1, heads or 1, queries, keys)``.
+        Whether the last operand is a bias ``(1, heads, queries, keys)``.
     """
 
     scale: float
