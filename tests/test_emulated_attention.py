@@ -180,8 +180,57 @@ def test_functions_without_cuda_are_computed_in_blocks():
         plans({"score_mod": sorted_scores}, 64)
     x = jnp.ones((1, 4, 1, 64), BF16)
     with gpu_target(H100):
-        text = jtk.explain(jtk.attention, x, x, x, score_mod=sorted_scores)
-    assert "attention" in str(text)
+        (choice,) = jtk.explain(jtk.attention, x, x, x, score_mod=sorted_scores)
+    assert choice.kernel is None
+    assert "eigh" in choice.reason
+
+
+LONG, WIDE = (1, 256, 2, 128), (1, 256, 2, 64)
+# Shapes of query and of key, options, a GPU, and what computes the value and the gradient.
+CHOICES = {
+    "plain": (LONG, LONG, {}, "sm_90", ("kernel", "cuDNN")),
+    "causal": (LONG, LONG, {"is_causal": True}, "sm_90", ("kernel", "cuDNN")),
+    "a function": (LONG, LONG, {"score_mod": capped}, "sm_90", ("kernel", "kernel")),
+    "few queries": ((1, 8, 2, 128), LONG, {}, "sm_90", ("cuDNN", "cuDNN")),
+    "few features": (WIDE, WIDE, {}, "sm_90", ("cuDNN", "cuDNN")),
+    "a window": (LONG, LONG, {"local_window_size": (9, 0)}, "sm_90", ("cuDNN", "cuDNN")),
+    "a window of later keys": (
+        LONG, LONG, {"local_window_size": (9, 1)}, "sm_90", ("kernel", "kernel"),
+    ),
+    "causal, of other keys": (
+        LONG, (1, 300, 2, 128), {"is_causal": True}, "sm_90", ("kernel", "kernel"),
+    ),
+    "a bias": (
+        LONG, LONG, {"bias": np.ones((1, 2, 256, 256), BF16)}, "sm_90", ("cuDNN", "cuDNN"),
+    ),
+    "a bias of keys": (
+        LONG, LONG, {"bias": np.ones((1, 1, 1, 256), BF16)}, "sm_90", ("kernel", "kernel"),
+    ),
+    "plain on Ampere": (LONG, LONG, {}, "sm_80", ("cuDNN", "cuDNN")),
+    "plain on Turing": (LONG, LONG, {}, "sm_75", ("blocks", "blocks")),
+}  # fmt: skip
+
+
+@pytest.mark.defaults
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_computes_a_call(name):
+    of_query, of_key, options, arch, expected = CHOICES[name]
+    query, key = (jnp.ones(x, BF16) for x in (of_query, of_key))
+
+    def gradient(query, key, d_out):
+        return jax.vjp(lambda *x: jtk.attention(*x, **options), query, key, key)[1](d_out)
+
+    with gpu_target(known_gpu(arch)):
+        choices = jtk.explain(gradient, query, key, query, platform="cuda")
+    found = []
+    for choice in choices:
+        if choice.call.startswith("attention forward") or choice.call.startswith(
+            "attention backward"
+        ):
+            found[-1] = "kernel" if choice.kernel else "lost"
+        else:
+            found.append("cuDNN" if "cuDNN" in choice.reason else "blocks")
+    assert tuple(found) == expected
 
 
 def test_explain_shows_the_tiles_that_a_mask_empties():
