@@ -206,15 +206,20 @@ def test_what_is_measured_to_be_faster_is_the_default():
         ("svd", 64, 8, np.float32, 100, True),
         ("svd", 33, 33, np.float32, 99, False),
         ("svd", 33, 33, np.float64, 10_000, False),
-        ("svd", 32, 8, np.float32, 10_000, False),
-        ("svd", 4, 4, np.float32, 9_999, False),
+        ("svd", 32, 8, np.float32, 1000, True),
+        ("svd", 32, 8, np.float32, 999, False),
+        ("svd", 4, 4, np.float32, 999, False),
+        ("svd", 4, 4, np.float64, 9_999, False),
         ("eigh", 3, 3, np.float32, 10_000, True),
         ("eigh", 32, 32, np.float64, 10_000, True),
+        ("eigh", 64, 64, np.float32, 1000, True),
+        ("eigh", 64, 64, np.float32, 999, False),
         ("eigh", 33, 33, np.float64, 10_000, False),
         ("qr", 32, 32, np.float32, 10_000, True),
         ("qr", 64, 8, np.float64, 10_000, True),
         ("svd", 64, 8, np.float64, 10_000, False),
-        ("qr", 33, 33, np.float32, 10_000, False),
+        ("qr", 33, 33, np.float32, 1000, True),
+        ("qr", 33, 33, np.float32, 999, False),
     ):
         flags = (False, True, True)[: 3 if name == "eigh" else 2]
         problem = Decomposition(name, count, rows, columns, np.dtype(dtype), flags)

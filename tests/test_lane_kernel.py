@@ -198,9 +198,11 @@ def test_what_a_step_needs_is_saved_if_computing_it_again_takes_long(monkeypatch
     jaxpr = jax.make_jaxpr(lambda s, m: jax.vjp(lambda m: mapped(s, m), m)[1])(
         np.zeros((2, 64), np.float32), np.zeros((64, 64), np.float32)
     )
-    # The state and the derivative of tanh, of 10 kB each, or the states of some steps.
+    # The state and the derivative of tanh, of 10 kB each, or the states of some steps. Before jax
+    # 0.11 the derivative is one of the next state.
     saved = [x for x in jaxpr.jaxpr.outvars if x.aval.shape == (20, 64, 2)]
-    assert len(saved) == arrays
+    derivative = str(jax.make_jaxpr(lambda x: jax.jvp(jnp.tanh, [x], [x]))(1.0))
+    assert len(saved) == (arrays if "one_minus_square" in derivative else arrays // 2)
 
 
 @pytest.mark.parametrize("checkpoint", [None, 7])
