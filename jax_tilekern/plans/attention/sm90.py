@@ -87,7 +87,9 @@ class Attention:
 
     def backward_tiles(self) -> tuple[Tiles, Tiles]:
         """Return those of the kernel of keys, and of that of queries."""
-        return Tiles(queries=64, keys=128), Tiles(queries=128, keys=128)
+        # Reads of arrays take registers, of which 128 keys leave few.
+        keys = 64 if self.functions.pointers else 128
+        return Tiles(queries=64, keys=128), Tiles(queries=128, keys=keys)
 
     def tangent_tiles(self) -> Tiles:
         return Tiles(queries=128, keys=64)

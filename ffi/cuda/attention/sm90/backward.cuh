@@ -291,6 +291,8 @@ class AttentionBackwardQueries {
  private:
   void produce(const TensorMap& query, const TensorMap& key, const TensorMap& value,
                const TensorMap& d_out) const {
+    // A copy that no thread waits for could end after the CTA.
+    if (list_.count() == 0) return;
     mbarrier_arrive_expect_tx(loaded_, Queries::kBytes + Outs::kBytes);
     Queries::load(queries_, query, tile_ * config.queries, head_, batch_, loaded_);
     Outs::load(outs_, d_out, tile_ * config.queries, head_, batch_, loaded_);

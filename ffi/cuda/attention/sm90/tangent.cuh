@@ -73,6 +73,8 @@ class AttentionTangent {
 
  private:
   void produce(const TensorMap* const (&maps)[6]) const {
+    // A copy that no thread waits for could end after the CTA.
+    if (list_.count() == 0) return;
     mbarrier_arrive_expect_tx(loaded_, kQueriesBytes);
     const int query = tile_ * config.queries;
     Queries::load(queries_, *maps[0], query, head_, batch_, loaded_);
