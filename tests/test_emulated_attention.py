@@ -128,6 +128,19 @@ def test_values_and_derivatives(name, mode):
     assert max(relative_errors(found, expected)) <= 3 * float(jnp.finfo(dtype).eps) / 2
 
 
+@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@pytest.mark.parametrize("sign", [-1, 0])
+def test_scales_that_turn_the_order_of_scores(sign):
+    query, key, value = (draw(1, 100, 1, 64, dtype=BF16) for _ in range(3))
+    with emulated_gpu(H100):
+        call = jax.jit(lambda *x: jtk.attention(*x, scale=sign / 8, is_causal=True))
+        found = np.asarray(call(query, key, value), np.float64)
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in (sign * query, key, value)]
+        expected = ORACLES.attention(*wide, is_causal=True)
+    assert max(relative_errors([found], [expected])) <= 3 * float(jnp.finfo(BF16).eps) / 2
+
+
 def plans(options, features, gpu=H100):
     functions = [options.get("score_mod"), options.get("mask_mod")]
     score, of_score = traced(functions[0], "s", np.dtype("f4")) if functions[0] else (None, [])

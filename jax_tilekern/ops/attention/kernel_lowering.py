@@ -84,8 +84,8 @@ def _by_cudnn(
     """Return a call of cuDNN if it has the call, and is faster by measurement.
 
     Its gradient takes five products, and the kernels' seven, and that of a bias is its own. Its
-    forward pass is faster for few queries, few keys of each and a bias, and the only one before
-    Hopper.
+    forward pass is faster for few queries, few features, a window and a bias, and the only one on
+    other GPUs.
     """
     query, key, value = (x.aval for x in operands[:3])
     biases = [x.aval for x in operands[_FIRST[name] :]]
@@ -116,6 +116,8 @@ def _by_cudnn(
 def _cudnn_options(scores: Scores) -> cudnn.Options | None:
     """Return a call without functions, and with no array but a bias, as cuDNN has it."""
     if not scores.is_plain or scores.named not in ((), (("bias", None),)):
+        return None
+    if not scores.scale > 0:
         return None
     window = 0
     if scores.window is not None:

@@ -59,7 +59,8 @@ def score_text(scores: Scores, arrays: Sequence[Any]) -> ScoreText:
         of_mask = _written(visible, _SCALARS[1:], memory[n:])
     pointers = [f"const {CXX_TYPES[x.dtype]}*" for x in arrays]
     text = _TEMPLATE.format(
-        has_score=_constant(score is not None),
+        # Without a function, the kernel takes the largest product for that of the largest score.
+        has_score=_constant(score is not None or not scores.scale > 0),
         has_mask=_constant(visible is not None),
         reads=_constant(bool(pointers)),
         pointers="".join(f"  {kind} {name};\n" for kind, name in zip(pointers, names, strict=True)),
