@@ -79,7 +79,8 @@ class Attention:
     @property
     def padded(self) -> tuple[int, int]:
         """Features of a key and of a value in a tile."""
-        return tuple(_CHUNK * math.ceil(n / _CHUNK) for n in (self.features, self.value_features))  # type: ignore[return-value]
+        chunks = math.ceil(self.features / _CHUNK), math.ceil(self.value_features / _CHUNK)
+        return _CHUNK * chunks[0], _CHUNK * chunks[1]
 
     def forward_tiles(self) -> Tiles:
         wide = max(self.padded)
@@ -104,8 +105,9 @@ def refusal(problem: Attention, gpu: Gpu) -> str:
     for features in (problem.features, problem.value_features):
         if features * _ITEM_BYTES % VECTOR_BYTES:
             return f"rows of {features} features are no multiple of {VECTOR_BYTES} bytes"
-    if max(problem.padded) > 4 * _CHUNK:
-        return f"kernels of attention have up to {4 * _CHUNK} features, not {max(problem.padded)}"
+    most = max(problem.features, problem.value_features)
+    if most > 4 * _CHUNK:
+        return f"kernels of attention have up to {4 * _CHUNK} features, not {most}"
     if problem.heads > MAX_GRID[1] or problem.batch > MAX_GRID[2]:
         return f"a launch has at most {MAX_GRID[1]} heads and batches"
     rows = problem.batch * problem.heads * (max(problem.queries, problem.keys) + 2 * _ROWS)
