@@ -83,4 +83,9 @@ struct PipelineState {
   }
 };
 
+// Synchronises the threads of a consumer. Named barriers 1 to `consumers` are theirs.
+inline void sync_consumer(int barrier) {
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
+
 }  // namespace tilekern

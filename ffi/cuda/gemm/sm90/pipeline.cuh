@@ -7,11 +7,6 @@
 
 namespace tilekern {
 
-// Synchronises the threads of a consumer. Named barriers 1 to `consumers` are theirs.
-inline void sync_consumer(int barrier) {
-  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
-}
-
 // The ring of stages of the mainloop. Each stage has a full barrier, which completes when the
 // stage's bytes have come in, and an empty barrier, which completes when all who read the stage
 // have released it. With multicast these are the consumers of all CTAs of the cluster, since the
