@@ -1,10 +1,18 @@
-"""``attention``: against cuDNN, and against programs of ``jnp`` where cuDNN has no function."""
+"""``attention``: against cuDNN, and against programs of ``jnp`` where cuDNN has no function.
+
+The last row is a training step of ``examples/transformer.py``, which is written without this
+library: ``ours`` is that step inside ``jtk.patch()``, and ``linear_cross_entropy`` the same with
+that loss.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import runpy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
-from benchmarks.programs import Errors, Program, on_gpu, program_command, random_arrays
+from benchmarks.programs import Arrays, Errors, Program, on_gpu, program_command, random_arrays
+from benchmarks.timing import wall_times
 
 _GROUP = "attention"
 _OVER_CUDNN, _OVER_JNP = f"{_GROUP} over cuDNN", f"{_GROUP} over `jnp`"
@@ -151,6 +160,7 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     )
     yield from _of_bias(named("bias", sizes), sizes, peer_of, peer)
     yield from _functions(sizes, length, heads, named)
+    yield _model_step()
 
 
 def _of_bias(name: str, sizes: Sizes, peer_of: Function, peer: str) -> Iterator[Program]:
@@ -210,6 +220,47 @@ def _functions(
     }
     arguments = functools.partial(lambda sizes: _operands(sizes)[:3], packed)
     yield program(named("8 documents, causal", packed), arguments, sides)
+
+
+def _model_step() -> Program:
+    """Return the program of a training step of a transformer."""
+    path = Path(__file__).parent.parent / "examples" / "transformer.py"
+    model = SimpleNamespace(**runpy.run_path(str(path)))
+    sizes = model.LARGE if on_gpu() else model.SMALL
+
+    def arguments() -> Arrays:
+        params = model.initial_params(sizes)
+        return params, model.OPTIMIZER.init(params), model.batches(sizes, 1)[0]
+
+    step = functools.partial(model.training_step, heads=sizes.heads)
+    with_loss = functools.partial(step, cross_entropy=_mean_loss)
+    patched = "ours", "linear_cross_entropy"
+    return Program(
+        f"model of {sizes.layers} layers of {sizes.width}, {sizes.batch}x{sizes.length}",
+        arguments,
+        {"ours": step, "XLA": step, "linear_cross_entropy": with_loss},
+        _gradient_errors,
+        f"{_GROUP} of a training step",
+        contexts=dict.fromkeys(patched, jtk.patch),
+        timing=wall_times,
+    )
+
+
+def _mean_loss(x: Any, head: Any, labels: Any) -> Any:
+    return jtk.linear_cross_entropy(x, head, labels).mean()
+
+
+def _gradient_errors(_: Arrays, results: Mapping[str, Any]) -> Errors:
+    """Return the differences of gradients, as Adam's state has them, from XLA's."""
+    gradients = {
+        side: np.concatenate([np.ravel(x.astype(np.float32)) for x in jax.tree.leaves(state[0].mu)])
+        for side, (_, state, _) in results.items()
+    }
+    right = gradients["XLA"]
+    return {
+        side: float(np.linalg.norm(x - right) / np.linalg.norm(right))
+        for side, x in gradients.items()
+    }
 
 
 COMMAND = program_command("time attention against cuDNN and `jnp`", _programs)

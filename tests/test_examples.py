@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -254,3 +255,41 @@ def test_parameters_of_lorenz_are_found(capsys):
     printed = capsys.readouterr().out
     assert "kernel transposed_" in printed
     assert "update 100" in printed
+
+
+# -- A transformer that does not know the library
+
+transformer = example("transformer")
+
+
+def test_a_patched_step_computes_the_same_and_learns():
+    losses = [transformer.train(transformer.SMALL, 40, patched)[0] for patched in (False, True)]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    assert all(x[-1] < x[0] - 1 for x in losses)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("heads", [8, 16])
+def test_a_patched_step_has_no_array_of_scores(heads):
+    """The length differs from the width, so that scores have sizes of their own."""
+    sizes = transformer.LARGE._replace(layers=2, vocabulary=512, length=768, heads=heads)
+    params = jax.eval_shape(lambda: transformer.initial_params(sizes))
+    state = jax.eval_shape(transformer.OPTIMIZER.init, params)
+    text = jax.ShapeDtypeStruct((sizes.batch, sizes.length + 1), np.int32)
+    step = functools.partial(transformer.training_step, heads=heads)
+
+    def lowered():
+        traced = jax.jit(lambda *args: step(*args)).trace(params, state, text)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    scores = re.compile(r"tensor<(\d+x)+768x768x")
+    fused = re.compile(r"__cudnn\$fmhaSoftmax|attention_bfloat")
+    with jtk.gpu_target("H200"):
+        plain = lowered()
+        with jtk.patch():
+            patched = lowered()
+    assert scores.search(plain)
+    assert not fused.search(plain)
+    assert not scores.search(patched)
+    assert fused.search(patched)
+    assert "__cudnn$fmhaSoftmaxBackward" in patched or "attention_gradient_bfloat" in patched
