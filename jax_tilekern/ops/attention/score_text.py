@@ -107,12 +107,14 @@ namespace tilekern {{
 
 struct Functions {{
   static constexpr bool kScore = {has_score}, kMask = {has_mask}, kReads = {reads};
+  static constexpr int kScalars = 0;
 {pointers}
   float score(float s, int b, int h, int q, int k) const {{
     __builtin_assume(b >= 0 && h >= 0 && q >= 0 && k >= 0);
 {score}
   }}
-  void derivative(float s, int b, int h, int q, int k, float& score, float& slope) const {{
+  void derivative(float s, int b, int h, int q, int k, float& score, float& slope,
+                  float*) const {{
     __builtin_assume(b >= 0 && h >= 0 && q >= 0 && k >= 0);
 {derivative}
   }}

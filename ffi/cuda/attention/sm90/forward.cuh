@@ -17,18 +17,6 @@
 
 namespace tilekern {
 
-struct AttentionConfig {
-  // Rows of tiles. A CTA has one of queries or one of keys, with a consumer for 64 rows.
-  int queries, keys;
-  int features, value_features;
-  int stages;
-  bool listed;
-
-  static constexpr int threads(int rows) { return 2 * rows + 128; }
-};
-
-extern __shared__ __align__(1024) unsigned char attention_shared[];
-
 template <typename T, AttentionConfig config, class Functions>
 class AttentionForward {
   using Queries = SequenceTile<config.queries, config.features>;

@@ -37,6 +37,18 @@ struct AttentionShape {
   float scale;
 };
 
+struct AttentionConfig {
+  // Rows of tiles. A CTA has one of queries or one of keys, with a consumer for 64 rows.
+  int queries, keys;
+  int features, value_features;
+  int stages;
+  bool listed;
+
+  static constexpr int threads(int rows) { return 2 * rows + 128; }
+};
+
+extern __shared__ __align__(1024) unsigned char attention_shared[];
+
 inline constexpr int kChunkFeatures = 64;
 inline constexpr int kRowBytes = 128;
 inline constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;

@@ -1,0 +1,83 @@
+// Weights of attention and derivatives of scores, computed again from the logsumexp of the scores.
+//
+// `Functions` has besides those of the forward kernel
+//
+//   kScalars                        numbers of a batch and head that derivatives are wanted of
+//   derivative(s, b, h, q, k, score, slope, partials)
+//                                   the score, and its derivatives by s and by these numbers
+#pragma once
+
+#include "attention/sm90/tiles.cuh"
+
+namespace tilekern {
+
+template <bool kValue>
+struct BoolConstant {
+  static constexpr bool value = kValue;
+};
+
+// Scores in, P times the slope out; P goes to `weights` as lhs. Functions of an accumulator's index
+// give its query, its key, its scaled product, and the logsumexp in base 2. `use(j, weight,
+// partials)` is called with each weight and the derivatives by the scalars.
+template <typename T, class Functions, int kCount, class Query, class Key, class Scaled,
+          class Logsumexp, class Use>
+inline void weigh_again(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4],
+                        const AttentionShape& shape, const Functions& functions, int batch,
+                        int head, bool masked, const Query& query, const Key& key,
+                        const Scaled& scaled, const Logsumexp& logsumexp, const Use& use) {
+  const auto weigh = [&](auto is_masked) {
+#pragma unroll
+    for (int j = 0; j < kCount; j += 2) {
+      float both[2];
+#pragma unroll
+      for (int of = 0; of < 2; ++of) {
+        const int q = query(j + of), k = key(j + of);
+        float score = scaled(j + of), slope = 1, partials[Functions::kScalars + 1];
+        if constexpr (Functions::kScore) {
+          functions.derivative(score, batch, head, readable<Functions>(q, shape.queries),
+                               readable<Functions>(k, shape.keys), score, slope, partials);
+        }
+        float weight = exp2_approximate(score * kLog2E - logsumexp(j + of));
+        if constexpr (decltype(is_masked)::value) {
+          bool visible = q < shape.queries && k < shape.keys;
+          if constexpr (Functions::kMask) {
+            visible = visible && functions.visible(batch, head, q, k);
+          }
+          weight = visible ? weight : 0;
+          slope = visible ? slope : 0;
+        }
+        use(j + of, weight, partials);
+        both[of] = weight;
+        scores[j + of] = weight * slope;
+      }
+      uint32 pair[1];
+      pack_pair(pair, static_cast<T*>(nullptr), both[0], both[1]);
+      weights[j / 8][j / 2 % 4] = pair[0];
+    }
+  };
+  if (masked) {
+    weigh(BoolConstant<true>());
+  } else {
+    weigh(BoolConstant<false>());
+  }
+}
+
+// Reads the statistics of a thread's two rows of accumulators, the first of which is `query`;
+// `beyond` is that of rows that have none.
+inline void read_statistics(float (&values)[2], const float* statistics,
+                            const AttentionShape& shape, int batch, int head, int query,
+                            float beyond) {
+  const int padded = (shape.queries + 63) / 64 * 64;
+  const float* own = statistics + (static_cast<int64>(batch) * shape.heads + head) * padded;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    values[r] = query + 8 * r < padded ? own[query + 8 * r] : beyond;
+  }
+}
+
+// The `use` of kernels without scalars.
+struct Unused {
+  void operator()(int, float, const float*) const {}
+};
+
+}  // namespace tilekern
