@@ -6,7 +6,8 @@
 The second form draws calls of the operations that the policy predicts, times them on this machine,
 and writes the records to the folder first. What another device's data says of a device with the
 same SMs (``SCALED`` of ``plans/policy/model.py``) is corrected by its own calls. It stays as it is
-where these are few, and where corrections choose no better on unseen calls.
+where these are few, and where corrections choose no better on unseen calls. An operation whose
+model gains nothing over XLA on unseen calls has none.
 Every call is predicted by models that were fitted without it, five times a fifth of the calls. The
 margin is chosen, and the error reported, on these predictions. The file has models of all calls.
 """
@@ -85,7 +86,7 @@ _ERRORS = (40, 3, 0.1)
 # What corrects another model.
 _CORRECTION = (40, 3, 0.1)
 _RATE_QUANTILE = 0.98
-# How much more a correction has to be worth than what it corrects, whose calls are few.
+# How much more a model has to be worth than what it replaces, whose calls are few.
 _LEAST_GAIN = 0.01
 # Margins to try. The best has the largest mean of the logarithm of the speed over XLA's, less the
 # share of calls slower than 0.97, as far as that exceeds what is allowed.
@@ -549,7 +550,7 @@ def _choices(rows: _Rows, folds: Sequence[tuple[Forest, Forest, _Array]]) -> _Ch
 def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
     """Fit the models of an operation, and print their error on unseen calls.
 
-    Returns ``None`` where corrections choose no better than what they correct.
+    Returns ``None`` where it chooses no better than XLA's programs, or than what it corrects.
     """
     calls = rows.calls
     folds = np.random.default_rng(0).integers(_FOLDS, size=len(calls))
@@ -573,6 +574,7 @@ def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
         **found.report(gain),
     }
     print(operation, report, "margin", margin)
+    least = 0.0  # the worth of XLA's choices
     if rows.settings is not None:
         before = _choices(rows, [(_NOTHING, _NOTHING, folds >= 0)])
         numbers_before = [rows.numbers[i] for i in before.index]
@@ -581,8 +583,9 @@ def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
             base_margin, of_base = rows.base.margin, rows.base.error(numbers_before)
         gain_before = before.gain(base_margin, of_base)
         print("  without corrections", before.report(gain_before))
-        if _value(gain) < _value(gain_before) + _LEAST_GAIN:
-            return None
+        least = max(least, _value(gain_before))
+    if _value(gain) < least + _LEAST_GAIN:
+        return None
     xla, ours = rows.models(folds >= 0)
     error = _boosted(numbers, wrong, _ERRORS)
     forests = {"xla": xla, "ours": ours, "error": error}
