@@ -109,11 +109,6 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
                          400_000, 0, segments, _F32)  # fmt: skip
     yield _embedding("gradient of take, 32,768 of 128,256 x 4096, bfloat16", 32768, 128256, 4096)
     yield from _messages(4 * 2**20, 2**20, 64)
-    for rows, columns in ((32768, 256), (16384, 64)):
-        yield _program(
-            f"top_k 8 of {rows:,} x {columns}", "`top_k`", lambda x: jtk.top_k(x, 8),
-            lambda x: jax.lax.top_k(x, 8), lambda shape=(rows, columns): (_normal(*shape),),
-        )  # fmt: skip
 
 
 COMMAND = program_command("reductions to segments", _programs)

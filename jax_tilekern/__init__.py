@@ -59,7 +59,7 @@ from jax_tilekern.ops.segments.functions import (
 from jax_tilekern.ops.segments.plan import SegmentPlan, segment_plan
 from jax_tilekern.ops.segments.small_integers import bincount, sort_by_key
 from jax_tilekern.ops.segments.take import scatter_add, take
-from jax_tilekern.ops.segments.top_k import top_k
+from jax_tilekern.ops.selection.top_k import top_k
 from jax_tilekern.plans.gpu import Gpu, NoGpu
 from jax_tilekern.plans.launch import TensorMap
 from jax_tilekern.plans.policy import policy

@@ -17,7 +17,6 @@ from jax_tilekern.plans.segments.index_sort import IndexSort, plan_bounds, plan_
 from jax_tilekern.plans.segments.problem import MapOperand, MapText, SegmentReduction
 from jax_tilekern.plans.segments.scanned_segments import ScannedSegments
 from jax_tilekern.plans.segments.sorted_segments import SortedSegments
-from jax_tilekern.plans.segments.top_k import TopK, plan_top_k
 
 pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 
@@ -344,21 +343,6 @@ def test_generated_maps(rng):
         options=emulated_plans.SANITIZED,
     )
     np.testing.assert_array_equal(out, sums_of(ids, segments, values.astype(np.int32)))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rows", "columns", "k"),
-    [(INT32, 9, 100, 7), (F32, 5, 128, 64), (F32, 1, 1, 1), (np.dtype(np.int16), 3, 1000, 20)],
-)
-@pytest.mark.one_in(6)
-def test_top_k(rng, dtype, rows, columns, k):
-    # Few values, so that many are equal.
-    x = rng.integers(-20, 20, (rows, columns)).astype(dtype)
-    results = [((rows, k), dtype), ((rows, k), INT32)]
-    values, places = run(lambda: plan_top_k(TopK(rows, columns, k, dtype), H100), [x], results)
-    order = np.argsort(-x.astype(np.int64), kind="stable")[:, :k]
-    np.testing.assert_array_equal(places, order)
-    np.testing.assert_array_equal(values, np.take_along_axis(x, order, 1))
 
 
 # Rows of experts.

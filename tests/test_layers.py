@@ -24,7 +24,7 @@ FAMILIES = [
     {"linalg", "kernel", "mixture", "cross_entropy"},
     {"muon", "cuda_kernel"},
     {"products"},
-    {"quantisation", "segments", "arrays"},
+    {"quantisation", "segments", "selection", "arrays"},
 ]
 
 

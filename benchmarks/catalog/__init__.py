@@ -15,11 +15,12 @@ from benchmarks.catalog import (
     products,
     quantised,
     segments,
+    selection,
 )
 
 FAMILIES = (
     arrays, attention, cuda_kernel, epilogues, grouped, lanes, linalg, mixture, optimisers,
-    products, quantised, segments,
+    products, quantised, segments, selection,
 )  # fmt: skip
 DESCRIPTIONS = {x.name: x for family in FAMILIES for x in family.DESCRIPTIONS}
 # Public names that compute nothing by themselves: modules, contexts, types and reports.

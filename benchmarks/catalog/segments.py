@@ -1,4 +1,4 @@
-"""Operations of segments, indices and orders."""
+"""Operations of segments and indices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from benchmarks.catalog.bounds import (
     F16,
     F32,
     F64,
-    FLOATS,
     UNIT_ROUNDOFF,
     compared,
     einsum,
-    is_float,
     unit,
     wide,
 )
@@ -197,27 +195,6 @@ def messages(draw: Draw, name: str) -> Call:
     )  # fmt: skip
 
 
-def orders(draw: Draw, name: str) -> Call:
-    """Draw the largest in order, and of equal ones the first."""
-    rows, columns = draw.size(), max(1, draw.size())
-    k = int(draw.rng.integers(0, min(columns, draw.one(2, 70)) + 1))
-    dtype = draw.type(*FLOATS, *map(np.dtype, ("int8", "uint8", "int32")))
-    operand = draw.operand((rows, columns), dtype)
-    axis = draw.one(-1, 0)
-    axis = axis if k <= operand.shape[axis] else -1
-
-    def errors(result, x):
-        is_nan = np.isnan(wide(x)) if is_float(dtype) else np.zeros(x.shape, bool)
-        # NaN comes first.
-        order = np.lexsort((-wide(x), ~is_nan), axis).take(range(k), axis)
-        values = np.take_along_axis(wide(x), order, axis)
-        return [compared(result[0], values, 0), compared(result[1], order, 0)]
-
-    return Call(
-        name, f"{k}, {axis=}", (operand,), lambda m, x: m.top_k(x, k, axis=axis), errors,
-    )  # fmt: skip
-
-
 def integers(draw: Draw, name: str) -> Call:
     """Draw counts or the order of small integers, some out of bounds."""
     count, bins = draw.size(), max(1, draw.size())
@@ -247,7 +224,6 @@ DESCRIPTIONS = [
     *describe(segments, "segment_prod", derivatives=0),
     *describe(rows_of_table, "take", "scatter_add", linear=True),
     *describe(messages, "segment_reduce"),
-    *describe(orders, "top_k"),
     *describe(integers, "bincount", derivatives=0),
     *describe(integers, "sort_by_key"),
 ]

@@ -5,6 +5,7 @@
 // and `sort_tiles` are all, and the latter alone where there is one tile.
 #pragma once
 
+#include "block_scan.cuh"
 #include "ptx.cuh"
 #include "types.cuh"
 
@@ -61,25 +62,6 @@ __global__ void __launch_bounds__(kSortThreads)
   }
 }
 
-// Returns the sum of the values of the threads before this one. All threads of the CTA call it.
-inline uint32 sum_before(uint32 value) {
-  __shared__ uint32 warps[kSortWarps];
-  const uint32 lane = threadIdx.x % 32;
-  uint32 sum = value;
-#pragma unroll
-  for (uint32 step = 1; step < 32; step *= 2) {
-    const uint32 other = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += other;
-  }
-  // The array may still be read for the call before.
-  __syncthreads();
-  if (lane == 31) warps[threadIdx.x / 32] = sum;
-  __syncthreads();
-  uint32 before = sum - value;
-  for (uint32 warp = 0; warp < threadIdx.x / 32; ++warp) before += warps[warp];
-  return before;
-}
-
 // Replaces each count of a digit, one for each CTA, by the sum of those before, and writes the
 // total.
 __global__ void __launch_bounds__(kSortThreads)
@@ -92,7 +74,7 @@ __global__ void __launch_bounds__(kSortThreads)
   for (uint32 first = 0; first < pass.tiles; first += kSortThreads) {
     const uint32 tile = first + threadIdx.x;
     const uint32 count = tile < pass.tiles ? own[tile] : 0;
-    const uint32 before = sum_before(count);
+    const uint32 before = sum_before<kSortThreads>(count);
     if (tile < pass.tiles) own[tile] = total + before;
     if (threadIdx.x == kSortThreads - 1) carried = before + count;
     __syncthreads();
@@ -230,7 +212,8 @@ inline void sort_tile(const int32* keys, const int32* rows, const SortPass& pass
     here_all += here[i];
     everywhere_all += everywhere[i].total;
   }
-  uint32 place = sum_before(here_all), begin = sum_before(everywhere_all);
+  uint32 place = sum_before<kSortThreads>(here_all),
+         begin = sum_before<kSortThreads>(everywhere_all);
 #pragma unroll
   for (int i = 0; i < kThreadDigits; ++i) {
     const uint32 digit = kThreadDigits * thread + i;

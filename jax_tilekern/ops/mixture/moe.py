@@ -22,7 +22,7 @@ from jax_tilekern.ops.mixture.layer import DIMS, expert_layer
 from jax_tilekern.ops.mixture.sharding import on_devices
 from jax_tilekern.ops.products.groups import checked_offset
 from jax_tilekern.ops.segments.keys import clipped
-from jax_tilekern.ops.segments.top_k import top_k
+from jax_tilekern.ops.selection.top_k import top_k
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 
 # The arrays that are multiplied, whose types are promoted.

@@ -21,7 +21,7 @@ from jax_tilekern.interop.patch import replace
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.plans.segments.top_k import TopK, plan_top_k
+from jax_tilekern.plans.selection.top_k import TopK, plan_top_k
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,

@@ -1,0 +1,35 @@
+"""Operations of selection and sorting."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.catalog.bounds import FLOATS, compared, is_float, wide
+from benchmarks.catalog.call import Call, describe
+from benchmarks.catalog.draw import Draw
+
+_INTEGERS = tuple(np.dtype(x) for x in ("int8", "uint8", "int16", "int32", "uint32"))
+
+
+def largest(draw: Draw, name: str) -> Call:
+    """Draw the largest in order, and of equal ones the first."""
+    rows, columns = draw.size(), max(1, draw.size())
+    k = int(draw.rng.integers(0, min(columns, draw.one(2, 70)) + 1))
+    dtype = draw.type(*FLOATS, *_INTEGERS)
+    operand = draw.operand((rows, columns), dtype)
+    axis = draw.one(-1, 0)
+    axis = axis if k <= operand.shape[axis] else -1
+
+    def errors(result, x):
+        is_nan = np.isnan(wide(x)) if is_float(dtype) else np.zeros(x.shape, bool)
+        # NaN comes first.
+        order = np.lexsort((-wide(x), ~is_nan), axis).take(range(k), axis)
+        values = np.take_along_axis(wide(x), order, axis)
+        return [compared(result[0], values, 0), compared(result[1], order, 0)]
+
+    return Call(
+        name, f"{k}, {axis=}", (operand,), lambda m, x: m.top_k(x, k, axis=axis), errors,
+    )  # fmt: skip
+
+
+DESCRIPTIONS = [*describe(largest, "top_k")]

@@ -1,0 +1,64 @@
+"""``selection``: the largest elements and orders of rows against JAX's own."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_tilekern as jtk
+from benchmarks.programs import Arrays, Errors, Program, on_gpu, program_command, random_arrays
+
+_F32, _BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+# On a CPU rows have this part of the columns.
+_CPU_PART = 64
+# k, rows, columns and type: the logits of vocabularies, the scores of experts and long rows.
+_TOP_K = (
+    (20, 64, 151_936, _F32),
+    (50, 64, 128_256, _F32),
+    (40, 8, 50_257, _BF16),
+    (256, 256, 32_768, _F32),
+    (1000, 1, 2**24, _F32),
+    (8, 16_384, 128, _F32),
+    (6, 4096, 384, _BF16),
+    (8, 32_768, 256, _F32),
+    (64, 8192, 4096, _F32),
+)
+
+
+def _different(_: Arrays, results: Mapping[str, Any]) -> Errors:
+    """Return the share of elements whose bits are not those of the other side."""
+    ours, theirs = (jax.tree.leaves(results[side]) for side in ("ours", "XLA"))
+    shares = [
+        np.mean(np.asarray(x).view(np.uint8) != np.asarray(y).view(np.uint8))
+        for x, y in zip(ours, theirs, strict=True)
+    ]
+    return {"ours": float(max(shares)), "XLA": 0.0}
+
+
+def _program(name: str, group: str, ours: Any, theirs: Any, *structs: Any) -> Program:
+    arguments = functools.partial(random_arrays, *structs)
+    sides = {"ours": ours, "XLA": theirs}
+    return Program(name, arguments, sides, _different, group, margin=1.0)
+
+
+def _columns(columns: int, at_least: int = 1) -> int:
+    return columns if on_gpu() else max(columns // _CPU_PART, at_least)
+
+
+def _programs(_: argparse.Namespace) -> Iterator[Program]:
+    for k, rows, columns, dtype in _TOP_K:
+        size = _columns(columns, k)
+        yield _program(
+            f"top_k {k} of {rows:,} x {size:,} {dtype}", "`top_k`",
+            lambda x, k=k: jtk.top_k(x, k), lambda x, k=k: jax.lax.top_k(x, k),
+            ((rows, size), dtype),
+        )  # fmt: skip
+
+
+COMMAND = program_command("the largest elements and orders of rows", _programs)

@@ -1,0 +1,212 @@
+// The k largest elements of rows of any length, in the order of lax.top_k. A CTA has a tile of a
+// row in registers and finds the k largest of the tile: it counts one digit of the elements after
+// the other, most significant first, and keeps those that begin as the k-th does. Launches repeat
+// this for what the tiles before have found, until a tile has all that is left of a row; the last
+// launch sorts.
+//
+// Tiles write what they find in the order of the columns. So a lower position is a lower column in
+// every launch, and equal elements need no other order.
+#pragma once
+
+#include "block_scan.cuh"
+#include "ptx.cuh"
+#include "selection/ordered_bits.cuh"
+
+namespace tilekern {
+
+// The largest k; `MAX_K` in `plans/selection/top_k.py`.
+inline constexpr int kMostFound = 2048;
+
+// One launch; `plan_top_k` packs the same fields in the same order.
+struct TopKShape {
+  // Elements of a row, and of what is found of it.
+  uint32 columns;
+  uint32 found;
+  uint32 tiles;
+  // Columns of a tile; the last one has those that are left.
+  uint32 length;
+  uint32 k;
+};
+
+// Where the k-th largest element of a tile is: among the elements with bits >> shift == prefix, of
+// which `wanted` are found.
+template <typename Bits>
+struct Threshold {
+  Bits prefix;
+  int shift;
+  uint32 wanted;
+};
+
+// The threads hold all elements, and zeros, which come after them. All threads of the CTA call it.
+template <int kBits, int kThreads, typename Bits, int kItems>
+inline Threshold<Bits> find_threshold(const Bits (&own)[kItems], uint32 k) {
+  // Few threads clear and add up few counts.
+  constexpr int kMaxWidth = kThreads < 256 ? 8 : 11;
+  constexpr int kDigits = (kBits + kMaxWidth - 1) / kMaxWidth;
+  constexpr int kWidth = (kBits + kDigits - 1) / kDigits;
+  constexpr uint32 kBins = 1u << kWidth;
+  constexpr uint32 kOwnBins = max_of<uint32>(1, kBins / kThreads);
+  __shared__ uint32 counts[kBins];
+  __shared__ uint32 chosen, chosen_count, chosen_wanted;
+  const uint32 thread = threadIdx.x;
+  Threshold<Bits> at{0, kBits, k};
+  do {
+    const int width = min_of(kWidth, at.shift);
+    at.shift -= width;
+    for (uint32 bin = thread; bin < kBins; bin += kThreads) counts[bin] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const Bits top = own[i] >> at.shift;
+      if (top >> width == at.prefix) {
+        atomicAdd(&counts[static_cast<uint32>(top) & ((1u << width) - 1)], 1u);
+      }
+    }
+    __syncthreads();
+    // A thread's bins, the largest digit first.
+    const uint32 last = kBins - 1 - thread * kOwnBins;
+    const bool has_bins = thread * kOwnBins < kBins;
+    uint32 sum = 0;
+    for (uint32 i = 0; has_bins && i < kOwnBins; ++i) sum += counts[last - i];
+    uint32 before = sum_before<kThreads>(sum);
+    if (before < at.wanted && at.wanted <= before + sum) {
+      uint32 bin = last;
+      while (before + counts[bin] < at.wanted) before += counts[bin--];
+      chosen = bin;
+      chosen_count = counts[bin];
+      chosen_wanted = at.wanted - before;
+    }
+    __syncthreads();
+    at.prefix = at.prefix << width | chosen;
+    at.wanted = chosen_wanted;
+  } while (at.shift > 0 && chosen_count != at.wanted);
+  return at;
+}
+
+// Calls write(place, item) for the elements above the threshold, and for the first `wanted` of
+// those at it; places are in the order of the columns. A warp's elements are adjacent.
+template <int kThreads, typename Bits, int kItems, class Write>
+inline void for_each_found(const Bits (&own)[kItems], const Threshold<Bits>& at,
+                           const Write& write) {
+  // Elements above the threshold, and 2^16 times those at it.
+  uint32 counts = 0;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const Bits top = own[i] >> at.shift;
+    if (top >= at.prefix) counts += top == at.prefix ? 1u << 16 : 1u;
+  }
+  const uint32 lower = (1u << threadIdx.x % 32) - 1;
+  uint32 before = __shfl_sync(~0u, sum_before<kThreads>(counts), 0);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const Bits top = own[i] >> at.shift;
+    if (!__any_sync(~0u, top >= at.prefix)) continue;
+    const uint32 above = __ballot_sync(~0u, top > at.prefix);
+    const uint32 equal = __ballot_sync(~0u, top == at.prefix);
+    const uint32 equal_before = (before >> 16) + __popc(equal & lower);
+    if (top > at.prefix || (top == at.prefix && equal_before < at.wanted)) {
+      const uint32 above_before = (before & 0xffff) + __popc(above & lower);
+      write(above_before + min_of(equal_before, at.wanted), i);
+    }
+    before += __popc(above) + (__popc(equal) << 16);
+  }
+}
+
+// Elements and their columns, in shared memory.
+template <typename Bits>
+struct FoundElements {
+  Bits (&bits)[kMostFound];
+  uint32 (&columns)[kMostFound];
+
+  bool comes_before(uint32 i, uint32 j) const {
+    return bits[i] > bits[j] || (bits[i] == bits[j] && columns[i] < columns[j]);
+  }
+  void swap(uint32 i, uint32 j) const {
+    const Bits own = bits[i];
+    const uint32 column = columns[i];
+    bits[i] = bits[j];
+    columns[i] = columns[j];
+    bits[j] = own;
+    columns[j] = column;
+  }
+};
+
+// Sorts the first `count` elements by Batcher's bitonic sort, the largest first. All threads of the
+// CTA call it.
+template <int kThreads, typename Bits>
+inline void sort_found(const FoundElements<Bits>& found, uint32 count) {
+  uint32 size = 1;
+  while (size < count) size *= 2;
+  for (uint32 i = count + threadIdx.x; i < size; i += kThreads) {
+    found.bits[i] = 0;
+    found.columns[i] = ~0u;
+  }
+  for (uint32 width = 2; width <= size; width *= 2) {
+    for (uint32 step = width / 2; step >= 1; step /= 2) {
+      // Steps up to 32 exchange the 64 elements of a warp's 32 pairs.
+      if (step >= 32 || width == 2) {
+        __syncthreads();
+      } else {
+        __syncwarp();
+      }
+      for (uint32 pair = threadIdx.x; pair < size / 2; pair += kThreads) {
+        const uint32 i = 2 * pair - (pair & (step - 1)), j = i + step;
+        const bool descends = (i & width) == 0;
+        if (found.comes_before(j, i) == descends) found.swap(i, j);
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// kItems elements of a thread. With kFirst, x is a row, and otherwise what tiles have found of it,
+// with its columns. With kLast, a tile is all that is left of a row.
+template <typename T, int kThreads, int kItems, bool kFirst, bool kLast>
+__global__ void __launch_bounds__(kThreads, (sizeof(T) == 8 ? 512 : 1024) / kThreads)
+    top_k_of_tiles(const T* x, const int32* columns, T* values, int32* columns_found,
+                   const __grid_constant__ TopKShape shape) {
+  using Bits = OrderedBits<T>;
+  static_assert(kThreads * kItems < 1 << 16);
+  const uint32 row = blockIdx.x / shape.tiles, tile = blockIdx.x % shape.tiles;
+  const uint32 first = tile * shape.length;
+  const uint32 count = min_of(shape.length, shape.columns - first);
+  const int64 start = static_cast<int64>(row) * shape.columns + first;
+  // A warp's elements are adjacent.
+  const uint32 own_first = threadIdx.x / 32 * (32 * kItems) + threadIdx.x % 32;
+  launch_dependents();
+  wait_for_prerequisites();
+  Bits own[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32 position = own_first + 32 * i;
+    own[i] = position < count ? ordered_bits(x[start + position]) : 0;
+  }
+  const uint32 wanted = min_of(shape.k, count);
+  const auto at = find_threshold<8 * sizeof(T), kThreads>(own, wanted);
+  const auto column_of = [&](int item) {
+    const uint32 position = own_first + 32 * item;
+    return kFirst ? static_cast<int32>(first + position) : columns[start + position];
+  };
+  const int64 to = static_cast<int64>(row) * shape.found + tile * shape.k;
+  if constexpr (kLast) {
+    __shared__ Bits bits[kMostFound];
+    __shared__ uint32 columns_of_bits[kMostFound];
+    const FoundElements<Bits> found{bits, columns_of_bits};
+    for_each_found<kThreads>(own, at, [&](uint32 place, int item) {
+      bits[place] = own[item];
+      columns_of_bits[place] = static_cast<uint32>(column_of(item));
+    });
+    sort_found<kThreads>(found, wanted);
+    for (uint32 i = threadIdx.x; i < wanted; i += kThreads) {
+      values[to + i] = element_of<T>(bits[i]);
+      columns_found[to + i] = static_cast<int32>(columns_of_bits[i]);
+    }
+  } else {
+    for_each_found<kThreads>(own, at, [&](uint32 place, int item) {
+      values[to + place] = element_of<T>(own[item]);
+      columns_found[to + place] = column_of(item);
+    });
+  }
+}
+
+}  // namespace tilekern

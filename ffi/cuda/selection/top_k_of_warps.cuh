@@ -1,0 +1,91 @@
+// The k largest elements of short rows, in the order of lax.top_k: the total order of floats, and
+// the lower column first where elements are equal. A warp holds a row in registers and finds one
+// element after the other.
+#pragma once
+
+#include "selection/ordered_bits.cuh"
+
+namespace tilekern {
+
+inline constexpr int kTopKThreads = 128;
+
+// An element and its column as one number, which is larger the earlier the element is found. 0 is
+// none. Columns are less than 2^16, and those of elements of 32 bits less than 2^32.
+template <typename T>
+using Ranked = Select<sizeof(T) == 4, uint64, uint32>;
+template <typename T>
+inline constexpr int kColumnBits = sizeof(T) == 4 ? 32 : 16;
+template <typename T>
+inline constexpr Ranked<T> kColumnMask = (Ranked<T>{1} << kColumnBits<T>)-1;
+
+template <typename T>
+inline Ranked<T> ranked(T element, uint32 column) {
+  return static_cast<Ranked<T>>(ordered_bits(element)) << kColumnBits<T> |
+         (~column & kColumnMask<T>);
+}
+
+// The largest number of a warp's lanes.
+inline uint32 warp_max(uint32 value) { return __reduce_max_sync(~0u, value); }
+inline uint64 warp_max(uint64 value) {
+  const uint32 high = static_cast<uint32>(value >> 32), most = warp_max(high);
+  const uint32 low = warp_max(high == most ? static_cast<uint32>(value) : 0u);
+  return static_cast<uint64>(most) << 32 | low;
+}
+
+// Sorts in descending order, by Batcher's odd-even mergesort.
+template <typename Key, int kCount>
+inline void sort_descending(Key (&values)[kCount]) {
+#pragma unroll
+  for (int width = 1; width < kCount; width *= 2) {
+#pragma unroll
+    for (int step = width; step >= 1; step /= 2) {
+#pragma unroll
+      for (int i = 0; i < kCount - step; ++i) {
+        const bool is_compared = i >= step % width && (i - step % width) % (2 * step) < step;
+        if (is_compared && i / (2 * width) == (i + step) / (2 * width)) {
+          const Key a = values[i], b = values[i + step];
+          values[i] = max_of(a, b);
+          values[i + step] = min_of(a, b);
+        }
+      }
+    }
+  }
+}
+
+// kItems elements of a lane; `columns` is at most 32 * kItems.
+template <typename T, int kItems>
+__global__ void __launch_bounds__(kTopKThreads)
+    top_k_of_warps(const T* x, T* values, int32* columns_found, uint32 rows, uint32 columns,
+                   uint32 k) {
+  const uint32 lane = threadIdx.x % 32;
+  const uint32 row = blockIdx.x * (kTopKThreads / 32) + threadIdx.x / 32;
+  if (row >= rows) return;
+  const T* const from = x + static_cast<int64>(row) * columns;
+  // The lane's elements that are not found yet, first those that are found first.
+  Ranked<T> own[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32 column = i * 32 + lane;
+    own[i] = column < columns ? ranked(from[column], column) : 0;
+  }
+  sort_descending(own);
+  // Each lane keeps one of 32 elements that are found, and all lanes write theirs at once.
+  Ranked<T> kept = 0;
+  for (uint32 i = 0; i < k; ++i) {
+    const Ranked<T> found = warp_max(own[0]);
+    if (found == own[0]) {
+#pragma unroll
+      for (int j = 0; j + 1 < kItems; ++j) own[j] = own[j + 1];
+      own[kItems - 1] = 0;
+    }
+    if (i % 32 == lane) kept = found;
+    if (i % 32 != 31 && i + 1 < k) continue;
+    const uint32 to = i / 32 * 32 + lane;
+    if (to > i) continue;
+    const int64 place = static_cast<int64>(row) * k + to;
+    values[place] = element_of<T>(static_cast<uint32>(kept >> kColumnBits<T>));
+    columns_found[place] = static_cast<int32>(~kept & kColumnMask<T>);
+  }
+}
+
+}  // namespace tilekern

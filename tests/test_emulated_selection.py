@@ -1,0 +1,85 @@
+"""Kernels of selection, emulated on a CPU, against JAX's own, bit for bit."""
+
+import emulated_plans
+import numpy as np
+import pytest
+from jax import lax
+from products import BF16, F16, F32, F64, H100
+
+from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.selection.top_k import MAX_K, TopK, levels_of, plan_top_k
+
+pytestmark = [
+    pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++"),
+    pytest.mark.usefixtures("x64"),
+]
+INTEGERS = tuple(
+    np.dtype(x) for x in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+)
+ORDERED = (F64, F32, BF16, F16, *INTEGERS)
+
+
+def run(plan_of, operands, results, **how):
+    """The results of a plan, which ``plan_of()`` compiles."""
+    with emulated_plans.record() as recorded:
+        plan = plan_of()
+    assert not isinstance(plan, NoKernel), plan
+    return emulated_plans.run_plan(plan, recorded, operands, results, **how)
+
+
+def elements(rng, kind, shape, dtype):
+    """Random elements, of which many are equal, all are, or some are special."""
+    if kind == "bits":
+        words = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+        return words.view(dtype)[..., 0]
+    if kind == "equal":
+        return np.full(shape, 3, dtype)
+    x = rng.integers(0, 20, shape).astype(dtype)
+    if kind == "special" and dtype not in INTEGERS:
+        for value in (np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0):
+            x[rng.random(shape) < 0.1] = value
+    return x
+
+
+def assert_same_bits(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        own = np.asarray(theirs)
+        unsigned = f"u{own.dtype.itemsize}"
+        np.testing.assert_array_equal(ours.view(unsigned), own.view(unsigned))
+
+
+@pytest.mark.parametrize("dtype", ORDERED, ids=str)
+@pytest.mark.parametrize("kind", ["bits", "equal", "special"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "k"),
+    [
+        (5, 33, 33), (1, 1, 1), (9, 128, 8), (3, 1000, 40), (3, 1000, 700), (2, 4096, 2048),
+        (1, 16384, 3), (2, 20_000, 17), (1, 50_001, MAX_K), (1, 300_000, 1000),
+    ],
+)  # fmt: skip
+@pytest.mark.one_in(30)
+def test_top_k(rng, dtype, kind, rows, columns, k):
+    x = elements(rng, kind, (rows, columns), dtype)
+    results = [((rows, k), dtype), ((rows, k), np.dtype(np.int32))]
+    how = {"backwards": bool(rng.integers(2))}
+    found = run(lambda: plan_top_k(TopK(rows, columns, k, dtype), H100), [x], results, **how)
+    assert_same_bits(found, lax.top_k(x, k))
+
+
+@pytest.mark.parametrize("k", [1, 20, 256, MAX_K])
+@pytest.mark.parametrize("columns", [16385, 70_001, 2**24 + 1, 2**31 - 1])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_tiles_have_all_columns(rows, columns, k):
+    levels = levels_of(TopK(rows, columns, k, F32), H100)
+    for level, after in zip(levels, [*levels[1:], None], strict=True):
+        last = level.columns - (level.tiles - 1) * level.length
+        assert 0 < last <= level.length <= level.tile.columns
+        assert level.found == sum(min(k, n) for n in (*[level.length] * (level.tiles - 1), last))
+        assert (after.columns if after else k) == level.found
+    assert levels[-1].tiles == 1
+
+
+def test_what_no_kernel_covers():
+    assert "at most 2048" in plan_top_k(TopK(1, 9000, 2049, F32), H100).reason
+    assert "bool" in plan_top_k(TopK(1, 9, 1, np.dtype(bool)), H100).reason
+    assert "CTAs" in plan_top_k(TopK(2**31, 9, 1, F32), H100).reason
