@@ -128,6 +128,51 @@ def test_values_and_derivatives(name, mode):
     assert max(relative_errors(found, expected)) <= 3 * float(jnp.finfo(dtype).eps) / 2
 
 
+# Sizes, the shape and type of a bias, a mode, and options. The first tests are of staged tiles.
+BIASES = {
+    "whole": ((2, 150, 200, 2, 1, 64, 64), (1, 2, 150, 200), BF16, None, {}),
+    "of all heads": (
+        (2, 150, 200, 2, 1, 64, 64), (1, 1, 150, 200), F16, "late",
+        {"is_causal": True, "score_mod": capped},
+    ),
+    "odd": ((2, 150, 201, 2, 1, 72, 64), (2, 1, 150, 201), BF16, None, {"is_causal": True}),
+    "of keys": ((2, 150, 200, 2, 1, 64, 64), (1, 1, 1, 200), np.float32, "late", {}),
+    "of keys and heads": (
+        (2, 70, 140, 2, 2, 64, 80), (1, 2, 1, 140), BF16, "backwards",
+        {"score_mod": capped, "mask_mod": dilated},
+    ),
+}  # fmt: skip
+OTHERS = set(BIASES) - {"whole", "of keys"}
+
+
+@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.thorough] if x in OTHERS else []) for x in BIASES],
+)
+def test_gradient_of_a_bias(name):
+    (b, t, s, n, k, h, d), shape, bias_dtype, mode, options = BIASES[name]
+    dtype = F16 if bias_dtype == F16 else BF16
+    shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d), (b, t, n, d)
+    operands = *(draw(*x, dtype=dtype) for x in shapes), draw(*shape, dtype=bias_dtype)
+
+    def of(m):
+        def gradient(query, key, value, d_out, bias):
+            return jax.vjp(lambda x: m.attention(query, key, value, x, **options), bias)[1](d_out)
+
+        return gradient
+
+    # Two SMs have several tiles of the bias each.
+    with emulated_gpu(dataclasses.replace(H100, sm_count=2), **MODES.get(mode, {})) as ran:
+        found = jax.tree.map(np.asarray, jax.jit(of(jtk))(*operands))
+    assert "attention_bias_gradient" in [plan.name.split()[0] for plan in ran]
+    with jax.enable_x64(True):
+        expected = jax.jit(of(ORACLES))(*(np.asarray(x, np.float64) for x in operands))
+    # The result of attention, of which the kernel reads a sum, and the gradient are rounded.
+    assert found[0].dtype == bias_dtype
+    assert max(relative_errors(found, expected)) <= 3 * float(jnp.finfo(dtype).eps) / 2
+
+
 @pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 @pytest.mark.parametrize("sign", [-1, 0])
 def test_scales_that_turn_the_order_of_scores(sign):
@@ -154,6 +199,7 @@ def plans(options, features, gpu=H100):
         sm90.plan_forward(problem, gpu),
         sm90.plan_backward(problem, gpu),
         sm90.plan_tangent(problem, (True,) * 3, gpu),
+        sm90.plan_bias_gradient(problem, sm90.Bias((1, 2, 512, 512), BF16, staged=True), gpu),
     ]
 
 
@@ -182,9 +228,9 @@ def test_what_no_kernel_covers():
     for plan in plans({}, 64, A100):
         assert isinstance(plan, NoKernel)
         assert "Hopper" in plan.reason
-    forward, backward, tangent = plans({}, 256)
+    forward, *derivatives = plans({}, 256)
     assert not isinstance(forward, NoKernel)
-    for plan in (backward, tangent):
+    for plan in derivatives:
         assert isinstance(plan, NoKernel)
         assert "128 features" in plan.reason
 
@@ -248,6 +294,20 @@ def test_what_computes_a_call(name):
         else:
             found.append("cuDNN" if "cuDNN" in choice.reason else "blocks")
     assert tuple(found) == expected
+
+
+@pytest.mark.defaults
+def test_the_gradient_of_a_bias_is_a_kernel_beside_cudnns():
+    x, bias = jnp.ones(LONG, BF16), jnp.ones((1, 2, 256, 256), BF16)
+
+    def gradient(x, bias):
+        return jax.vjp(lambda *given: jtk.attention(x, *given), x, x, bias)[1](x)
+
+    for arch, kernels in (("sm_90", [False, False, True]), ("sm_80", [False, False])):
+        with gpu_target(known_gpu(arch)):
+            choices = jtk.explain(gradient, x, bias, platform="cuda")
+        assert [choice.kernel is not None for choice in choices] == kernels
+        assert all("cuDNN" in choice.reason for choice in choices[:2])
 
 
 def test_explain_shows_the_tiles_that_a_mask_empties():

@@ -23,10 +23,12 @@ def slopes(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return s - SLOPES[h] * (q - k)
 
 
-# Sizes of (batch, queries, keys, heads, key heads, features, value features), and options.
-CALLS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-    ((2, 300, 500, 2, 1, 64, 72), {}),
-    ((1, 500, 500, 2, 2, 128, 128), {"score_mod": slopes, "is_causal": True}),
+# Sizes of (batch, queries, keys, heads, key heads, features, value features), the shape of a bias,
+# and options.
+CALLS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
+    ((2, 300, 500, 2, 1, 64, 72), (), {}),
+    ((2, 300, 504, 2, 1, 128, 128), (1, 2, 300, 504), {}),
+    ((1, 500, 500, 2, 2, 128, 128), (1, 1, 1, 500), {"score_mod": slopes, "is_causal": True}),
 ]
 
 
@@ -42,8 +44,8 @@ def everything(m: Any, options: dict[str, Any], operands: Any, d_out: Any, dots:
 
 wrong = 0
 rng = np.random.default_rng(0)
-for (b, t, s, n, k, h, d), options in CALLS:
-    shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d)
+for (b, t, s, n, k, h, d), bias, options in CALLS:
+    shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d), *([bias] if bias else [])
     operands, dots = (
         tuple(jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in shapes) for _ in range(2)
     )

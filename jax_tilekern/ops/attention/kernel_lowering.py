@@ -27,13 +27,16 @@ from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.plans.attention.sm90 import (
     STATISTICS_ROWS,
     Attention,
+    Bias,
     Tiles,
+    bias_refusal,
     plan_backward,
+    plan_bias_gradient,
     plan_forward,
     plan_tangent,
     refusal,
 )
-from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -50,8 +53,8 @@ from jax_tilekern.primitives.operation import (
 Results = Sequence[Array]
 _LOG2_E = np.float32(np.log2(np.e))
 # The operands of each primitive before the arrays of scores and masks, but for tangents.
-_FIRST = {"forward": 3, "tangent": 5, "backward": 7}
-_OF_PRODUCTS = (0, 1, 2)
+_FIRST = {"forward": 3, "tangent": 5, "backward": 7, "bias gradient": 7}
+_OF_PRODUCTS, _OF_BIAS = (0, 1, 2), (3,)
 # Below so many queries, or up to so many features, cuDNN's forward pass is faster.
 _FEW_QUERIES, _FEW_FEATURES = 128, 64
 
@@ -83,9 +86,9 @@ def _by_cudnn(
 ) -> Rewrite | None:
     """Return a call of cuDNN if it has the call, and is faster by measurement.
 
-    Its gradient takes five products, and the kernels' seven, and that of a bias is its own. Its
-    forward pass is faster for few queries, few features, a window and a bias, and the only one on
-    other GPUs.
+    Its gradient takes five products, and the kernels' seven. Its forward pass is faster for few
+    queries, few features, a window and a bias, and the only one on other GPUs. It adds the gradient
+    of a bias to memory, and the kernel does not.
     """
     query, key, value = (x.aval for x in operands[:3])
     biases = [x.aval for x in operands[_FIRST[name] :]]
@@ -103,13 +106,17 @@ def _by_cudnn(
         if few or options.has_bias or capability[0] != 9:
             return Rewrite("cuDNN's", functools.partial(cudnn.attention, options=options))
     if name == "backward" and compat.is_zeros(operands[6].value):
+        has_kernel = 3 in wanted and _bias_problem([x.aval for x in operands], scores) is not None
 
         def gradient(*given: Array) -> Results:
             read = [*given[:6], *given[7:]]
-            found = cudnn.attention_gradient(read, options, of_bias=3 in wanted)
+            of_bias = 3 in wanted and not has_kernel
+            found = [*cudnn.attention_gradient(read, options, of_bias=of_bias)]
+            if has_kernel:
+                found.append(_bias_gradient(given, scores))
             return [found[i] for i in wanted]
 
-        return Rewrite("cuDNN's", gradient)
+        return Rewrite("cuDNN's" + has_kernel * ", and a kernel for the bias", gradient)
     return None
 
 
@@ -199,9 +206,11 @@ def _rewritten(name: str, *operands: Array, scores: Scores, wanted: Sequence[int
         if own:
             results = _with_tiles(name, operands, scores, _OF_PRODUCTS)
             found |= zip(_OF_PRODUCTS, results, strict=True)
-        if of_arrays:
-            results = blocks.backward(*operands, scores=scores, wanted=of_arrays)
-            found |= zip(of_arrays, results, strict=True)
+        if 3 in wanted and _bias_problem(operands, scores) is not None:
+            found[3] = _bias_gradient(operands, scores)
+        if others := tuple(i for i in of_arrays if i not in found):
+            results = blocks.backward(*operands, scores=scores, wanted=others)
+            found |= zip(others, results, strict=True)
         return [found[i] for i in wanted]
     first, arrays = operands[:5], _arrays(name, operands, wanted)
     dots = dict(zip(wanted, operands[5:], strict=False))
@@ -240,6 +249,51 @@ def _with_tiles(
     return bound
 
 
+def _bias_problem(operands: Sequence[Any], scores: Scores) -> tuple[Attention, Bias] | None:
+    """Return the problem of the gradient of a bias; ``None`` if no kernel covers it."""
+    query, key = operands[:2]
+    if dict(scores.named).get("bias", 0) is not None or 0 in (*query.shape, *key.shape):
+        return None
+    first = _FIRST["bias gradient"]
+    bias = operands[first]
+    staged = (
+        bias.dtype == query.dtype
+        and bias.shape[2:] == (query.shape[1], key.shape[1])
+        and key.shape[1] % (VECTOR_BYTES // bias.dtype.itemsize) == 0
+    )
+    arrays = operands[first + staged :]
+    if staged:
+        named = tuple(x for x in scores.named if x[0] != "bias")
+        scores = dataclasses.replace(scores, named=named)
+    try:
+        problem = _problem("bias gradient", [*operands[:first], *arrays], scores)
+    except (NoGpu, Untranslatable):
+        return None
+    found = Bias(tuple(bias.shape), np.dtype(bias.dtype), staged)
+    return None if bias_refusal(problem, found) else (problem, found)
+
+
+def _known_bias_problem(operands: Sequence[Any], scores: Scores) -> tuple[Attention, Bias]:
+    found = _bias_problem(operands, scores)
+    assert found is not None
+    return found
+
+
+def _bias_gradient(operands: Sequence[Array], scores: Scores) -> Array:
+    """Bind the kernel's primitive, and add the parts of queries that the bias lacks."""
+    problem, bias = _known_bias_problem(operands, scores)
+    own = [_statistics(*operands[3:7], name="backward")]
+    if scores.has_mask:
+        arrays = operands[_FIRST["bias gradient"] :]
+        own.append(_kinds(scores, problem, problem.bias_tiles(), *arrays))
+    bound: Results = _bind(
+        *operands, *own, kernel="bias gradient", scores=scores, wanted=_OF_BIAS, own=len(own)
+    )
+    if bias.has_queries(problem):
+        return bound[0]
+    return bound[0].sum(2, keepdims=True).astype(bias.dtype)
+
+
 def _statistics(out: Array, lse: Array, *cotangents: Array, name: str) -> Array:
     """Return what the kernels read of each row: the logsumexp in base 2, and a sum."""
     rows = [jnp.where(jnp.isneginf(lse), np.float32(np.inf), lse) * _LOG2_E]
@@ -262,14 +316,21 @@ def _reference(
     if kernel == "forward":
         return blocks.forward(*given, scores=scores)
     function = blocks.tangent if kernel == "tangent" else blocks.backward
-    return function(*given, scores=scores, wanted=wanted)
+    results = function(*given, scores=scores, wanted=wanted)
+    if kernel == "bias gradient":
+        (parts,) = _like_results(*given, kernel=kernel, scores=scores, own=0)
+        padding = [(0, y - x) for x, y in zip(results[0].shape, parts.shape, strict=True)]
+        return [jnp.pad(results[0], padding).astype(parts.dtype)]
+    return results
 
 
-def _like_results(
-    query: Array, key: Array, value: Array, *_: Array, kernel: str, **__: Any
-) -> Results:
+def _like_results(*operands: Array, kernel: str, scores: Scores, own: int, **_: Any) -> Results:
+    query, key, value = operands[:3]
     if kernel == "backward":
         return [jnp.zeros_like(x) for x in (query, key, value)]
+    if kernel == "bias gradient":
+        problem, bias = _known_bias_problem(operands[: len(operands) - own], scores)
+        return [jnp.zeros(bias.result_shape(problem), bias.result_dtype(problem))]
     rows = query.shape[:3]
     out = jnp.zeros((*rows, value.shape[3]), query.dtype)
     return [out, jnp.zeros((rows[0], rows[2], rows[1]), np.float32)]
@@ -282,8 +343,13 @@ def _planned(
     count = len(operands) - own
     values = [x.value for x in operands]
     given, extra = values[:count], values[count:]
-    problem = _problem(kernel, [x.aval for x in operands[:count]], scores, wanted)
+    avals = [x.aval for x in operands[:count]]
     arrays = _arrays(kernel, given, wanted)
+    if kernel == "bias gradient":
+        problem, bias = _known_bias_problem(avals, scores)
+        read = [*given[:3], given[5], extra[0], arrays[0], *extra[1:], *arrays[bias.staged :]]
+        return planned_kernel(read, plan_bias_gradient, problem, bias)
+    problem = _problem(kernel, avals, scores, wanted)
     if kernel == "forward":
         return planned_kernel([*given[:3], *extra, *arrays], plan_forward, problem)
     statistics, *lists = extra

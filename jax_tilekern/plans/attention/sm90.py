@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, Source, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gemm.arithmetic import BF16, F16
+from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 from jax_tilekern.plans.launch import (
     MAX_GRID,
@@ -25,6 +25,7 @@ from jax_tilekern.plans.launch import (
 
 _CHUNK = 64  # features of a row of 128 bytes
 _ROWS = 64  # rows of a consumer warpgroup
+_WARP_ROWS = 16
 _MOST_ROWS = 2**31 - 1
 _ITEM_BYTES = 2
 _BARRIERS_BYTES = 256
@@ -95,6 +96,42 @@ class Attention:
     def tangent_tiles(self) -> Tiles:
         return Tiles(queries=128, keys=64)
 
+    def bias_tiles(self) -> Tiles:
+        # Functions take registers beside three accumulators.
+        has_functions = self.functions.has_score or self.functions.has_mask
+        return Tiles(queries=128, keys=64 if has_functions else 128, stages=3)
+
+    def bias_works(self, bias: Bias) -> int:
+        tiles = self.bias_tiles()
+        counts = math.ceil(self.queries / tiles.queries), math.ceil(self.keys / tiles.keys)
+        return math.prod((*bias.shape[:2], *counts))
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A bias whose gradient is computed: its shape, and the type of the result.
+
+    A ``staged`` bias is added in the kernel, and otherwise the functions of the call read it.
+    """
+
+    shape: tuple[int, int, int, int]
+    dtype: np.dtype[Any]
+    staged: bool
+
+    def has_queries(self, problem: Attention) -> bool:
+        return self.shape[2] == problem.queries
+
+    def result_shape(self, problem: Attention) -> tuple[int, int, int, int]:
+        """Return the shape of the result, which has parts of the queries if the bias lacks them."""
+        tiles = problem.bias_tiles()
+        parts = math.ceil(problem.queries / tiles.queries) * (tiles.queries // _WARP_ROWS)
+        rows = problem.queries if self.has_queries(problem) else parts
+        return (*self.shape[:2], rows, problem.keys)
+
+    def result_dtype(self, problem: Attention) -> np.dtype[Any]:
+        """Return the type of the result: that of the bias, or that of sums."""
+        return self.dtype if self.has_queries(problem) else F32
+
 
 def refusal(problem: Attention, gpu: Gpu) -> str:
     """Return why no kernel covers a call, or nothing."""
@@ -113,6 +150,20 @@ def refusal(problem: Attention, gpu: Gpu) -> str:
     rows = problem.batch * problem.heads * (max(problem.queries, problem.keys) + 2 * _ROWS)
     if rows > _MOST_ROWS:
         return f"kernels of attention have at most 2**31 rows of all heads, not {rows}"
+    return ""
+
+
+def bias_refusal(problem: Attention, bias: Bias) -> str:
+    """Return why no kernel covers the gradient of the bias of a call with kernels, or nothing."""
+    if bias.dtype not in (F32, BF16, F16):
+        return f"kernels of gradients of a bias have no {bias.dtype}"
+    if max(problem.padded) > 2 * _CHUNK:
+        return f"kernels of gradients of attention have up to {2 * _CHUNK} features"
+    if bias.shape[3] != problem.keys:
+        # Sums over the keys are of derivatives that cancel but for the rounding of the result.
+        return "kernels of gradients of a bias have no bias that lacks keys"
+    if problem.bias_works(bias) > _MOST_ROWS:
+        return "a bias has more than 2**31 tiles"
     return ""
 
 
@@ -143,7 +194,7 @@ def plan_forward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         arrays=range(3 + lists, out),
         shared=(tiles.queries * features + tiles.stages * tiles.keys * (features + values))
         * _ITEM_BYTES,
-        is_persistent=True,
+        works=math.ceil(problem.queries / tiles.queries) * problem.heads * problem.batch,
     )
     return _plan(problem, gpu, "attention", (launch,), (3, lists, 2))
 
@@ -253,6 +304,69 @@ def plan_tangent(
     return _plan(problem, gpu, "attention_tangent", (launch,), (5 + sum(moving), lists, 2))
 
 
+def plan_bias_gradient(problem: Attention, bias: Bias, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan the gradient of a bias.
+
+    Operands are query, key, value, the gradient of out, statistics (``backward.cuh``), the bias,
+    the kinds of tiles if there is a mask, and arrays. The result has ``bias.result_shape``.
+    """
+    if why := refusal(problem, gpu) or bias_refusal(problem, bias):
+        return NoKernel(why)
+    tiles = problem.bias_tiles()
+    features, values = problem.padded
+    kinds = 1 if problem.listed else 0
+    out = 6 + kinds + len(problem.functions.pointers)
+    padded = STATISTICS_ROWS * math.ceil(problem.queries / STATISTICS_ROWS)
+    rows = (
+        TensorMap(
+            buffer=5,
+            dtype=_TENSOR_MAP_DTYPES[bias.dtype],
+            sizes=(*bias.shape[::-1], 1),
+            strides_bytes=tuple(_ITEM_BYTES * math.prod(bias.shape[i:]) for i in (3, 2, 1, 0)),
+            box=(_CHUNK, tiles.queries, 1, 1, 1),
+            swizzle=128,
+        )
+        if bias.staged
+        else _query(problem, 0, tiles.queries)
+    )
+    launch = _launch(
+        problem,
+        gpu,
+        "bias_gradient",
+        tiles,
+        of_keys=False,
+        rows=tiles.queries,
+        maps=(
+            _query(problem, 0, tiles.queries),
+            *_keys_and_values(problem, (1, 2), tiles.keys),
+            _out(problem, 3, tiles.queries),
+            rows,
+        ),
+        parameters=(
+            Buffer(4),
+            Buffer(out),
+            Buffer(6 if kinds else 0),
+            Scalars.pack(
+                "3iq",
+                problem.batch,
+                *bias.shape[:2],
+                problem.batch * problem.heads * padded,
+            ),
+        ),
+        arrays=range(6 + kinds, out),
+        shared=_ITEM_BYTES
+        * (
+            bias.staged * tiles.queries * tiles.keys
+            + tiles.stages * (tiles.queries + tiles.keys) * max(features, values)
+        ),
+        template="tilekern::BiasConfig{"
+        f"{', '.join(map(_constant, (bias.staged, bias.has_queries(problem))))}}}, "
+        f"{CXX_TYPES[bias.result_dtype(problem)]}, ",
+        works=problem.bias_works(bias),
+    )
+    return _plan(problem, gpu, "attention_bias_gradient", (launch,), (6, kinds, 1))
+
+
 def _launch(
     problem: Attention,
     gpu: Gpu,
@@ -266,13 +380,13 @@ def _launch(
     arrays: range,
     shared: int,
     template: str = "",
-    is_persistent: bool = False,
+    works: int | None = None,
 ) -> Launch:
     features, values = problem.padded
     config = (tiles.queries, tiles.keys, features, values, tiles.stages)
     text = f"{', '.join(map(str, config))}, {_constant(problem.listed is not None)}"
     types = "".join(f", {x}" for x in problem.functions.pointers)
-    file = name.partition("_")[0]
+    file = "backward" if name.startswith("backward") else name
     kernel = Kernel(
         Source(
             f'#include "attention/sm90/{file}.cuh"\n{problem.functions.text}',
@@ -289,7 +403,6 @@ def _launch(
         heads = problem.key_heads
     count = math.ceil(length / tile)
     grid = count, heads, problem.batch
-    works = math.prod(grid)
     batches, list_heads = problem.listed or (1, 1)
     shape = Scalars.pack(
         "9if",
@@ -298,7 +411,7 @@ def _launch(
         problem.heads,
         problem.heads // problem.key_heads,
         count,
-        works,
+        works or 0,
         math.ceil(other / other_tile),
         0 if batches == 1 else list_heads * count,
         0 if list_heads == 1 else count,
@@ -306,7 +419,7 @@ def _launch(
     )
     return Launch(
         entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
-        grid=(min(works, gpu.available_sms), 1, 1) if is_persistent else grid,
+        grid=grid if works is None else (min(works, gpu.available_sms), 1, 1),
         block=(2 * rows + 128, 1, 1),
         parameters=(*maps, *parameters, shape, *map(Buffer, arrays)),
         shared_memory_bytes=shared + _BARRIERS_BYTES,

@@ -64,11 +64,11 @@ struct SequenceTile {
 
   // Features beyond the array's, and positions beyond the sequence, become zeros.
   static void load(uint32 to, const TensorMap& map, int position, int head, int batch,
-                   uint32 barrier) {
+                   uint32 barrier, int feature = 0) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      tma_load(to + chunk * kChunkBytes, map, {{chunk * kChunkFeatures, position, head, batch, 0}},
-               barrier);
+      tma_load(to + chunk * kChunkBytes, map,
+               {{feature + chunk * kChunkFeatures, position, head, batch, 0}}, barrier);
     }
   }
 
@@ -229,6 +229,10 @@ inline void store_pair(T* to, float first, float second) {
   uint32 pair[1];
   pack_pair(pair, static_cast<T*>(nullptr), first, second);
   *reinterpret_cast<uint32*>(to) = pair[0];
+}
+
+inline void store_pair(float* to, float first, float second) {
+  *reinterpret_cast<float2*>(to) = {first, second};
 }
 
 // Stores 64 rows of accumulators times a factor for each row; `rows` of them lie in the array.
