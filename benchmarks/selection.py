@@ -29,6 +29,15 @@ _TOP_K = (
     (8, 32_768, 256, _F32),
     (64, 8192, 4096, _F32),
 )
+# Rows, columns and type of sorts.
+_SORTS = (
+    (4096, 2048, _F32),
+    (16_384, 128, _F32),
+    (512, 16_384, _F32),
+    (8192, 1024, _BF16),
+    (64, 512, _F32),
+    (1, 2**20, _F32),
+)
 
 
 def _different(_: Arrays, results: Mapping[str, Any]) -> Errors:
@@ -59,6 +68,13 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
             lambda x, k=k: jtk.top_k(x, k), lambda x, k=k: jax.lax.top_k(x, k),
             ((rows, size), dtype),
         )  # fmt: skip
+    for rows, columns, dtype in _SORTS:
+        size = _columns(columns)
+        for name in ("sort", "argsort"):
+            yield _program(
+                f"{name} {rows:,} x {size:,} {dtype}", f"`{name}`", getattr(jtk, name),
+                getattr(jnp, name), ((rows, size), dtype),
+            )  # fmt: skip
 
 
 COMMAND = program_command("the largest elements and orders of rows", _programs)

@@ -59,6 +59,7 @@ from jax_tilekern.ops.segments.functions import (
 from jax_tilekern.ops.segments.plan import SegmentPlan, segment_plan
 from jax_tilekern.ops.segments.small_integers import bincount, sort_by_key
 from jax_tilekern.ops.segments.take import scatter_add, take
+from jax_tilekern.ops.selection.sort import argsort, sort
 from jax_tilekern.ops.selection.top_k import top_k
 from jax_tilekern.plans.gpu import Gpu, NoGpu
 from jax_tilekern.plans.launch import TensorMap
@@ -81,6 +82,7 @@ __all__ = [
     "TensorMap",
     "add",
     "all_gather_matmul",
+    "argsort",
     "attention",
     "bincount",
     "checkpoint_policies",
@@ -128,6 +130,7 @@ __all__ = [
     "segment_prod",
     "segment_reduce",
     "segment_sum",
+    "sort",
     "sort_by_key",
     "strassen_matmul",
     "strict",

@@ -12,8 +12,8 @@ import jax_tilekern as jtk
 
 # Functions of JAX that have other parameters, results or types.
 OTHERS = {
-    (lax, "dot"), (lax, "transpose"), (lax, "scatter_add"), (lax.linalg, "eigh"),
-    (lax.linalg, "lu"), (jax.nn, "scaled_matmul"),
+    (lax, "dot"), (lax, "transpose"), (lax, "scatter_add"), (lax, "sort"),
+    (lax.linalg, "eigh"), (lax.linalg, "lu"), (jax.nn, "scaled_matmul"),
 }  # fmt: skip
 MODULES = {
     jtk: (jnp, lax, jax.nn, jax.ops),

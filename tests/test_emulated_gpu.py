@@ -109,6 +109,9 @@ OPERATIONS = {
         lambda x: jtk.top_k(x, 8)[0], lambda x: lax.top_k(x, 8)[0],
         [(40, 256)], F32, ["top_k float32"],
     ),
+    "sort": (
+        lambda x: jtk.sort(x), lambda x: jnp.sort(x), [(9, 300)], F32, ["sort float32"],
+    ),
     "inv": (
         lambda x: jtk.linalg.inv(regular(x)), lambda x: jnp.linalg.inv(regular(x)),
         [(9, 8, 8)], F32, ["matrix_inverse float32 8x8"],

@@ -1,12 +1,15 @@
 """Kernels of selection, emulated on a CPU, against JAX's own, bit for bit."""
 
 import emulated_plans
+import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
 from products import BF16, F16, F32, F64, H100
 
 from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.policy import policy
+from jax_tilekern.plans.selection.sort_rows import SortedRows, plan_sort_rows
 from jax_tilekern.plans.selection.top_k import MAX_K, TopK, levels_of, plan_top_k
 
 pytestmark = [
@@ -21,7 +24,7 @@ ORDERED = (F64, F32, BF16, F16, *INTEGERS)
 
 def run(plan_of, operands, results, **how):
     """The results of a plan, which ``plan_of()`` compiles."""
-    with emulated_plans.record() as recorded:
+    with emulated_plans.record() as recorded, policy("kernels"):
         plan = plan_of()
     assert not isinstance(plan, NoKernel), plan
     return emulated_plans.run_plan(plan, recorded, operands, results, **how)
@@ -31,7 +34,11 @@ def elements(rng, kind, shape, dtype):
     """Random elements, of which many are equal, all are, or some are special."""
     if kind == "bits":
         words = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-        return words.view(dtype)[..., 0]
+        x = words.view(dtype)[..., 0]
+        if dtype in INTEGERS:
+            return x
+        # XLA takes subnormal numbers for zeros on a CPU.
+        return np.where(np.abs(x) < ml_dtypes.finfo(dtype).smallest_normal, dtype.type(0), x)
     if kind == "equal":
         return np.full(shape, 3, dtype)
     x = rng.integers(0, 20, shape).astype(dtype)
@@ -64,6 +71,39 @@ def test_top_k(rng, dtype, kind, rows, columns, k):
     how = {"backwards": bool(rng.integers(2))}
     found = run(lambda: plan_top_k(TopK(rows, columns, k, dtype), H100), [x], results, **how)
     assert_same_bits(found, lax.top_k(x, k))
+
+
+@pytest.mark.parametrize("dtype", ORDERED, ids=str)
+@pytest.mark.parametrize("kind", ["bits", "equal", "special"])
+@pytest.mark.parametrize("order", ["ascending", "reversed", "descending"])
+@pytest.mark.parametrize("results", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(3, 1), (5, 33), (2, 300), (3, 1000), (2, 2048), (1, 4000), (1, 8100)]
+)
+@pytest.mark.one_in(200)
+def test_sort_rows(rng, dtype, kind, order, results, rows, columns):
+    x = elements(rng, kind, (rows, columns), dtype)
+    values, indices = results
+    problem = SortedRows(rows, columns, dtype, order, values, indices)
+    types = [dtype] * values + [np.dtype(np.int32)] * indices
+    how = {"backwards": bool(rng.integers(2))}
+    found = run(lambda: plan_sort_rows(problem, H100), [x], [(x.shape, t) for t in types], **how)
+    own = x[:, ::-1] if order == "descending" else x
+    columns_of = np.arange(columns, dtype=np.int32)
+    columns_of = np.broadcast_to(columns_of[::-1] if order == "descending" else columns_of, x.shape)
+    expected = lax.sort((own, columns_of), num_keys=1)
+    if order != "ascending":
+        expected = [y[:, ::-1] for y in expected]
+    assert_same_bits(found, expected[not values : 1 + indices])
+
+
+def test_rows_of_16384(rng):
+    x = elements(rng, "bits", (1, 16_384), F32)
+    problem = SortedRows(1, 16_384, F32, "ascending", True, True)
+    results = [(x.shape, F32), (x.shape, np.dtype(np.int32))]
+    found = run(lambda: plan_sort_rows(problem, H100), [x], results)
+    columns = np.arange(16_384, dtype=np.int32)[None]
+    assert_same_bits(found, lax.sort((x, columns), num_keys=1))
 
 
 @pytest.mark.parametrize("k", [1, 20, 256, MAX_K])

@@ -32,4 +32,32 @@ def largest(draw: Draw, name: str) -> Call:
     )  # fmt: skip
 
 
-DESCRIPTIONS = [*describe(largest, "top_k")]
+def orders(draw: Draw, name: str) -> Call:
+    """Draw a sort, or the indices that sort; equal elements keep their order."""
+    shape = draw.size(), max(1, draw.size())
+    dtype = draw.type(*FLOATS, *_INTEGERS)
+    axis = draw.one(-1, -1, 0, *([None] if draw.only is None else []))
+    descending = draw.chance(0.3)
+
+    def errors(result, x):
+        x, along = (x.ravel(), 0) if axis is None else (x, axis)
+        # Twice reversed, equal elements are in their order.
+        x = np.flip(wide(x), along) if descending else wide(x)
+        order = np.argsort(x, along, kind="stable")
+        if name == "sort":
+            order = np.take_along_axis(x, order, along)
+        elif descending:
+            order = x.shape[along] - 1 - order
+        return [compared(result, np.flip(order, along) if descending else order, 0)]
+
+    return Call(
+        name, f"{axis=}, {descending=}", (draw.operand(shape, dtype),),
+        lambda m, x: getattr(m, name)(x, axis, descending=descending), errors,
+    )  # fmt: skip
+
+
+DESCRIPTIONS = [
+    *describe(largest, "top_k"),
+    *describe(orders, "sort"),
+    *describe(orders, "argsort"),
+]

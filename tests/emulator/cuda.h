@@ -104,6 +104,13 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     return largest;
   });
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  return emulation::with_values_of_warp(value, [](auto of) {
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; ++lane) bits |= of(lane);
+    return bits;
+  });
+}
 inline unsigned __ballot_sync(unsigned, bool vote) {
   return emulation::with_values_of_warp(vote, [](auto of) {
     unsigned votes = 0;

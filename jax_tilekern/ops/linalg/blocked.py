@@ -15,9 +15,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.products.matmul import matmul
 
 SMALLEST = 64

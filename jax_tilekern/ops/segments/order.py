@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jax_tilekern.interop import compat, ffi
+from jax_tilekern.interop.originals import lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.segments.batches import first_of_batches
 from jax_tilekern.ops.segments.keys import bins_of

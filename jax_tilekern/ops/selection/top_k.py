@@ -20,6 +20,7 @@ from jax_tilekern.interop.originals import lax
 from jax_tilekern.interop.patch import replace
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.selection.rows import rule_of_rows
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.selection.top_k import TopK, plan_top_k
 from jax_tilekern.primitives.operation import (
@@ -105,12 +106,7 @@ def _batch(
 
 
 def _sharding_rule(x: Any, **_: Any) -> ShardingRule:
-    """Every device has whole rows."""
-    outer = tuple(range(x.ndim - 1))
-    labels = (*outer, None)
-    sizes = {i: x.shape[i] for i in outer}
-    names = {i: f"axis {i}" for i in outer}
-    return ShardingRule((labels,), (labels, labels), sizes, flops=x.size, names=names)
+    return rule_of_rows(x, results=2)
 
 
 def _cpu(*_: Any, k: int) -> Rewrite:

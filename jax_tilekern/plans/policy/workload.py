@@ -35,6 +35,10 @@ _SHORT_NAMES = {
 _FAMILIES = ("wgmma", "split", "small", "mma", "simt", "rows", "columns")
 # Common tiles, and the SMs of the GPUs that share them.
 _TILE, _SMS = 128, 132
+# Measured sorts of float32 by XLA on an H200, of this many elements and more: microseconds of any
+# number of elements, and elements that each further microsecond sorts.
+_XLA_LEAST_SORTED = 1 << 16
+_XLA_SORT_LAUNCHES, _XLA_SORTED_IN_A_MICROSECOND = 57.0, 2.9e4
 _MOST_ZEROS = 7
 # The operation of a product with an epilogue.
 FUSED = "fused product"
@@ -226,3 +230,18 @@ def add_workload(dims: AddedDims, dtype: np.dtype[Any]) -> Workload:
     )
     total = (elements + sum(read)) * dtype.itemsize
     return Workload("add", 0, total, "", tuple(map(float, features)))
+
+
+def sort_workload(rows: int, columns: int, dtype: np.dtype[Any]) -> Workload:
+    """Return the work of a sort of rows, with an estimate of XLA's time where it is known."""
+    elements = rows * columns
+    features = (
+        *map(math.log2, (rows, columns)),
+        dtype.itemsize,
+        dtype.kind in "iu",
+    )
+    estimate = None
+    if elements >= _XLA_LEAST_SORTED:
+        estimate = _XLA_SORT_LAUNCHES + elements / _XLA_SORTED_IN_A_MICROSECOND
+    total = 2 * elements * dtype.itemsize
+    return Workload("sort", 0, total, "", tuple(map(float, features)), estimate=estimate)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars, overlapping
+from jax_tilekern.plans.selection.tile import ORDERED_DTYPES, Tile
 
 # The most elements whose order fits shared memory beside the counts.
 MAX_K = 2048
@@ -20,26 +20,6 @@ _MAX_SIZE = 2**31 - 1
 _COLUMN_BYTES = 4
 _WARP_THREADS = 128
 _WARP_ITEMS = 32
-ORDERED_DTYPES = tuple(
-    np.dtype(t)
-    for t in (
-        np.float64, np.float32, ml_dtypes.bfloat16, np.float16,
-        np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8,
-    )
-)  # fmt: skip
-
-
-class Tile(NamedTuple):
-    """The elements of a row that a CTA holds in registers."""
-
-    threads: int
-    items: int  # of a thread
-
-    @property
-    def columns(self) -> int:
-        return self.threads * self.items
-
-
 _TILES = (Tile(128, 8), Tile(256, 8), Tile(256, 16), Tile(256, 32), Tile(512, 32))
 # Tiles of a row that several CTAs share, and how many elements they have for each that they find.
 _SHARED_TILES = _TILES[2:]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from jax_tilekern.epilogue.understood import all_of
+from jax_tilekern.interop.originals import lax
 from jax_tilekern.ops.kernel.translation.arrays import Places
 from jax_tilekern.ops.kernel.translation.values import Index, Value, in_memory
 from jax_tilekern.ops.kernel.translation.writer import LaneWriter, rule

@@ -1,0 +1,182 @@
+// Sorts rows that fit shared memory, stably and in the order of lax.sort: -0 equals 0, and NaN
+// comes last. A CTA has a row and sorts it by one digit of 8 bits after the other, least
+// significant first; digits that all elements share are skipped.
+#pragma once
+
+#include "block_scan.cuh"
+#include "selection/ordered_bits.cuh"
+
+namespace tilekern {
+
+extern __shared__ uint4 shared_memory[];
+
+// Run-time choices; `SortRows` in `plans/selection/sort_rows.py` packs the same fields in the same
+// order.
+struct SortRowsShape {
+  uint32 columns;
+  // Whether the row is read, and written, from its last element on.
+  uint32 reads_backwards;
+  uint32 writes_backwards;
+};
+
+// Bits of floats below those of -inf in the order of ordered_bits(): NaN with a sign bit.
+template <typename T>
+inline constexpr OrderedBits<T> kBelowInfinity = 0;
+template <>
+inline constexpr uint64 kBelowInfinity<double> = (uint64{1} << 52) - 1;
+template <>
+inline constexpr uint32 kBelowInfinity<float> = (1u << 23) - 1;
+template <>
+inline constexpr uint32 kBelowInfinity<bfloat16> = (1u << 7) - 1;
+template <>
+inline constexpr uint32 kBelowInfinity<float16> = (1u << 10) - 1;
+
+// The bits of an element in an order in which every NaN comes last.
+template <typename T>
+inline constexpr OrderedBits<T> kAllBits = kSignBit<T> | (kSignBit<T> - 1);
+template <typename T>
+inline OrderedBits<T> sortable_bits(T element) {
+  return (ordered_bits(element) - kBelowInfinity<T>)&kAllBits<T>;
+}
+template <typename T>
+inline T element_of_sortable(OrderedBits<T> bits) {
+  return element_of<T>((bits + kBelowInfinity<T>)&kAllBits<T>);
+}
+
+// What is compared: -0 is 0, and all NaN are one.
+template <typename T>
+inline OrderedBits<T> sort_key(OrderedBits<T> bits) {
+  using Bits = OrderedBits<T>;
+  if constexpr (kIsFloat<T>) {
+    constexpr Bits kNegativeZero = kSignBit<T> - 1 - kBelowInfinity<T>;
+    constexpr Bits kNan = kAllBits<T> - 2 * kBelowInfinity<T> + 1;
+    return min_of(bits == kNegativeZero ? bits + 1 : bits, kNan);
+  } else {
+    return bits;
+  }
+}
+
+inline constexpr int kSortDigitBits = 8;
+inline constexpr uint32 kSortDigits = 1u << kSortDigitBits;
+
+// Of a warp and a digit: the lanes whose elements have it, and how many elements before had it;
+// later, where the next one goes.
+struct alignas(8) DigitPlace {
+  uint32 lanes;
+  uint32 count;
+};
+
+// Whether one of the CTA's elements has a bit that another one lacks, for each bit.
+template <int kItems, typename Bits, class Key>
+inline Bits differing_bits(const Bits (&own)[kItems], Bits first, const Key& key) {
+  constexpr int kWords = sizeof(Bits) / 4;
+  __shared__ uint32 words[kWords];
+  if (threadIdx.x < kWords) words[threadIdx.x] = 0;
+  __syncthreads();
+  Bits bits = 0;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) bits |= key(own[i]) ^ key(first);
+  Bits result = 0;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const uint32 word = __reduce_or_sync(~0u, static_cast<uint32>(bits >> (32 * i)));
+    if (threadIdx.x % 32 == 0) atomicOr(&words[i], word);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) result |= static_cast<Bits>(words[i]) << (32 * i);
+  return result;
+}
+
+// A CTA to a row of at most kThreads * kItems columns.
+template <typename T, int kThreads, int kItems, bool kValues, bool kIndices>
+__global__ void __launch_bounds__(kThreads)
+    sort_rows(const T* x, T* values, int32* indices, const __grid_constant__ SortRowsShape shape) {
+  using Bits = OrderedBits<T>;
+  using Word = UnsignedOf<sizeof(T)>;
+  constexpr int kWarps = kThreads / 32;
+  constexpr uint32 kTile = kThreads * kItems;
+  static_assert(kTile <= 1 << 16);
+  DigitPlace* const places = reinterpret_cast<DigitPlace*>(shared_memory);
+  Word* const words = reinterpret_cast<Word*>(places + kWarps * kSortDigits);
+  uint16* const columns = reinterpret_cast<uint16*>(words + kTile);
+  const uint32 thread = threadIdx.x, lane = thread % 32;
+  const int64 start = static_cast<int64>(blockIdx.x) * shape.columns;
+  // A warp's elements are adjacent.
+  const uint32 own_first = thread / 32 * (32 * kItems) + lane;
+  const uint32 last = shape.columns - 1;
+  Bits own[kItems];
+  uint32 own_columns[kIndices ? kItems : 1];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32 position = own_first + 32 * i;
+    const uint32 column = shape.reads_backwards ? last - position : position;
+    // What is beyond the row comes last, because the sort is stable.
+    own[i] = position <= last ? sortable_bits(x[start + column]) : kAllBits<T>;
+    if constexpr (kIndices) own_columns[i] = column;
+  }
+  const Bits differing =
+      differing_bits(own, sortable_bits(x[start]), [](Bits bits) { return sort_key<T>(bits); });
+  DigitPlace* const own_places = places + thread / 32 * kSortDigits;
+  for (int shift = 0; shift < 8 * static_cast<int>(sizeof(T)); shift += kSortDigitBits) {
+    if ((differing >> shift) % kSortDigits == 0) continue;
+    for (uint32 digit = lane; digit < kSortDigits; digit += 32) own_places[digit] = {0, 0};
+    __syncwarp();
+    // The digit, and how many elements of the warp before have it.
+    uint32 ranks[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const auto digit = static_cast<uint32>(sort_key<T>(own[i]) >> shift) % kSortDigits;
+      atomicOr(&own_places[digit].lanes, 1u << lane);
+      __syncwarp();
+      const DigitPlace found = own_places[digit];
+      const uint32 before = __popc(found.lanes & ((1u << lane) - 1));
+      ranks[i] = digit << 16 | (found.count + before);
+      __syncwarp();
+      if (before == 0) own_places[digit] = {0, found.count + __popc(found.lanes)};
+      __syncwarp();
+    }
+    __syncthreads();
+    constexpr uint32 kOwnDigits = max_of<uint32>(1, kSortDigits / kThreads);
+    const uint32 first = thread * kOwnDigits;
+    const uint32 end = first < kSortDigits ? first + kOwnDigits : first;
+    uint32 sum = 0;
+    for (uint32 digit = first; digit < end; ++digit) {
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) sum += places[warp * kSortDigits + digit].count;
+    }
+    uint32 place = sum_before<kThreads>(sum);
+    for (uint32 digit = first; digit < end; ++digit) {
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) {
+        uint32& count = places[warp * kSortDigits + digit].count;
+        const uint32 own_count = count;
+        count = place;
+        place += own_count;
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const uint32 to = own_places[ranks[i] >> 16].count + (ranks[i] & 0xffff);
+      words[to] = static_cast<Word>(own[i]);
+      if constexpr (kIndices) columns[to] = static_cast<uint16>(own_columns[i]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      own[i] = words[own_first + 32 * i];
+      if constexpr (kIndices) own_columns[i] = columns[own_first + 32 * i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32 position = own_first + 32 * i;
+    if (position > last) continue;
+    const int64 to = start + (shape.writes_backwards ? last - position : position);
+    if constexpr (kValues) values[to] = element_of_sortable<T>(own[i]);
+    if constexpr (kIndices) indices[to] = static_cast<int32>(own_columns[i]);
+  }
+}
+
+}  // namespace tilekern

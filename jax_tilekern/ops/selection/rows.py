@@ -1,0 +1,16 @@
+"""What operations on the rows of one array share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax_tilekern.partitioning.rule import ShardingRule
+
+
+def rule_of_rows(x: Any, results: int) -> ShardingRule:
+    """Give every device whole rows of an operand, and of results of the same rows."""
+    outer = tuple(range(x.ndim - 1))
+    labels = (*outer, None)
+    sizes = {i: x.shape[i] for i in outer}
+    names = {i: f"axis {i}" for i in outer}
+    return ShardingRule((labels,), (labels,) * results, sizes, flops=x.size, names=names)

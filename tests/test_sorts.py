@@ -1,0 +1,87 @@
+"""Sorts and what selects by order: values, derivatives, types and errors, on any backend."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from sharded import MESH_TYPES, bytes_sent, mesh_of, put
+
+import jax_tilekern as jtk
+
+TIES = np.array([[0.0, -0.0, np.nan, 1.0, -np.nan, 0.0], [2.0, 2.0, -np.inf, 1.0, np.nan, 2.0]])
+
+
+def same(found, expected):
+    assert found.dtype == expected.dtype
+    # NumPy compares NaN of its own types alone.
+    found, expected = (
+        x.astype(np.float32) if x.dtype == jnp.bfloat16 else x for x in (found, expected)
+    )
+    np.testing.assert_array_equal(found, expected)
+    if found.dtype == np.float32:
+        np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
+
+
+@pytest.mark.parametrize("name", ["sort", "argsort"])
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("axis", [-1, 0, None])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64"])
+def test_values(name, descending, axis, dtype):
+    x = jnp.asarray(TIES).astype(dtype)
+    ours, theirs = (getattr(module, name) for module in (jtk, jnp))
+    same(ours(x, axis, descending=descending), theirs(x, axis, descending=descending))
+    mapped = [jax.vmap(f, 1)(x[None]) for f in (ours, theirs)]
+    same(*mapped)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (1,)])
+def test_empty_and_single(shape):
+    x = jnp.ones(shape)
+    same(jtk.sort(x), jnp.sort(x))
+    same(jtk.argsort(x), jnp.argsort(x))
+
+
+def test_derivatives(rng):
+    x = jnp.asarray(rng.permutation(24).reshape(4, 6), jnp.float32)
+    tangent = jnp.asarray(rng.standard_normal(x.shape), jnp.float32)
+    for axis in (0, 1, None):
+        for descending in (False, True):
+
+            def of(f, axis=axis, descending=descending):
+                def cube(x):
+                    return jnp.sum(f(x, axis, descending=descending).ravel() ** 3 * jnp.arange(24))
+
+                return jax.jvp(jax.grad(cube), (x,), (tangent,))
+
+            for ours, theirs in zip(of(jtk.sort), of(jnp.sort), strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_indices_have_jaxs_types(rng):
+    x = rng.standard_normal(9).astype(np.float32)
+    same(jtk.argsort(x, dtype=np.uint8), jnp.argsort(x, dtype=np.uint8))
+    with jax.enable_x64(True):
+        same(jtk.argsort(x), jnp.argsort(x))
+
+
+def test_rows_are_sorted_where_they_are(rng):
+    mesh = mesh_of(MESH_TYPES["auto"])
+    x = put(mesh, rng.standard_normal((4, 6)).astype(np.float32), P("d", None))
+    for function in (jtk.sort, jtk.argsort, lambda x: jtk.top_k(x, 2)[0]):
+        compiled = jax.jit(function).lower(x).compile()
+        assert bytes_sent(compiled) == 0
+        assert compiled(x).sharding.is_equivalent_to(x.sharding, 2)
+
+
+@pytest.mark.parametrize("name", ["sort", "argsort"])
+def test_errors(name):
+    ours, theirs = (getattr(module, name) for module in (jtk, jnp))
+    for arguments, options in (
+        ((1.0,), {}), ((TIES, 2), {}), ((TIES,), {"kind": "stable"}), ((TIES,), {"order": "x"}),
+        (("text",), {}),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError)) as expected:
+            theirs(*arguments, **options)
+        with pytest.raises(type(expected.value)):
+            ours(*arguments, **options)
