@@ -13,6 +13,7 @@ import jax
 
 from benchmarks import (
     attention,
+    attention_sample,
     first_calls,
     fit_policy,
     fp8,
@@ -123,6 +124,7 @@ _COMMANDS: dict[str, Command] = {
     "sample": sample.COMMAND,
     **moe.COMMANDS,
     "attention": attention.COMMAND,
+    "attention_sample": attention_sample.COMMAND,
     "jax_kernel": jax_kernel.COMMAND,
     "out_of_core": out_of_core.COMMAND,
     **sharded.COMMANDS,

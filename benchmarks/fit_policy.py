@@ -28,6 +28,7 @@ from unittest import mock
 import jax
 import numpy as np
 
+from benchmarks.attention_sample import PASSES, AttentionCall
 from benchmarks.errors import BenchmarkError
 from benchmarks.record import Record, command_text, read, write
 from benchmarks.rows import OURS, Row, jitted
@@ -35,6 +36,7 @@ from benchmarks.sample import DrawnCall
 from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.ops import planned_kernel
+from jax_tilekern.ops.attention import kernel_lowering
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.policy import PolicyChoice, choice
@@ -202,7 +204,7 @@ class CallTimes(NamedTuple):
     """
 
     name: str
-    row: Row | DrawnCall
+    row: Row | DrawnCall | AttentionCall
     microseconds: Mapping[str, float]
 
 
@@ -257,7 +259,9 @@ def _times_in(path: Path) -> Iterator[CallTimes]:
 
 def _drawn_times(entry: Record) -> Iterator[CallTimes]:
     """Yield the call of a row of ``benchmarks sample``, if it has times."""
-    row, times = DrawnCall(*entry["draw"]), entry.get("microseconds")
+    is_attention = entry["draw"][0] in PASSES
+    row = (AttentionCall if is_attention else DrawnCall)(*entry["draw"])
+    times = entry.get("microseconds")
     if row.name != entry["name"]:
         raise BenchmarkError(f"the catalog draws {row.name}, where the record has {entry['name']}")
     if "seconds" in entry:
@@ -331,7 +335,7 @@ def measured_call(call: CallTimes, device: Device) -> MeasuredCall | None:
 
     row, on_gpu = call.row, isinstance(device, Gpu)
     with ExitStack() as stack:
-        for module in (choice, planned_kernel):
+        for module in (choice, planned_kernel, kernel_lowering):
             stack.enter_context(mock.patch.object(module, "choose", choose))
         if isinstance(device, Gpu):
             stack.enter_context(gpu_target(device))
@@ -421,14 +425,14 @@ def _complete(tree: Any, depth: int, rate: float) -> tuple[_Array, _Array, _Arra
 class _Rows:
     """The calls of an operation as numbers.
 
-    Models correct ``base``, if there is one, or the estimates of products with epilogues.
+    Models correct ``base``, if there is one, or the estimates of XLA's times that workloads have.
     """
 
     def __init__(
         self, device: DeviceModel, calls: Sequence[MeasuredCall], base: OperationModel | None
     ) -> None:
         self.calls, self.base = calls, base
-        is_corrected = base is not None or calls[0].workload.operation == FUSED
+        is_corrected = base is not None or calls[0].workload.estimate is not None
         self.settings = _CORRECTION if is_corrected else None
         self.numbers = [device.numbers(call.workload) for call in calls]
         # What models correct: of XLA, and of each candidate that was timed.

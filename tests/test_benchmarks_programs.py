@@ -10,7 +10,7 @@ from compiled_text import compile_source
 from nvrtc_mark import needs_gpu, needs_nvrtc
 
 import jax_tilekern as jtk
-from benchmarks import first_calls, fit_policy, moe, programs, record, sample
+from benchmarks import attention_sample, first_calls, fit_policy, moe, programs, record, sample
 from benchmarks.command_line import main
 from benchmarks.errors import BenchmarkError
 from benchmarks.ladder import LADDERS as NAMES
@@ -247,3 +247,34 @@ def test_every_rung_is_right(name, size, tmp_path):
     rungs = record.read(file)["rows"]
     assert not any({"failure", "seconds"} & set(rung) for rung in rungs)
     assert any("kernels" in rung for rung in rungs)
+
+
+def test_a_sample_of_attention(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(attention_sample, "_MOST_OPERATIONS", 2e7)
+    path = tmp_path / "sample.jsonl"
+    command = ("attention_sample", "--count", "1", "--seed", "1", "--seconds", "0.01")
+    assert main([*command, "--json", str(path)]) == 0
+    rows = record.read(path)["rows"]
+    assert [row["draw"][0] for row in rows] == list(attention_sample.PASSES)
+    assert all(row["taken"] == "XLA" and row["ratio"] == {"XLA": 1.0} for row in rows)
+    assert "attention gradient 1/0" in capsys.readouterr().out
+
+
+@needs_nvrtc
+@pytest.mark.defaults
+def test_the_policy_is_asked_of_attention_once(monkeypatch):
+    monkeypatch.setattr(attention_sample, "_MOST_OPERATIONS", 2e7)
+    gpu = known_gpu("H200")
+    for call in attention_sample.drawn_calls(2, 6):
+        with gpu_target(gpu):
+            keys = set(call.ways)
+        times = fit_policy.CallTimes(call.name, call, {"xla": 9.0, "kernels": 2.0, "cuDNN": 1.0})
+        found = fit_policy.measured_call(times, gpu)
+        if not keys:
+            assert found is None
+            continue
+        assert {way.key for way in found.candidates} == keys
+        assert found.xla == 9
+        by_key = {found.candidates[i].key: us for i, us in found.ours.items()}
+        assert by_key == {key: {"kernels": 2.0, "cuDNN": 1.0}[key] for key in keys}
+        assert found.workload.operation == call.description.replace(" value", "")

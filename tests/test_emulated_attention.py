@@ -251,8 +251,8 @@ def test_functions_without_cuda_are_computed_in_blocks():
 LONG, WIDE = (1, 256, 2, 128), (1, 256, 2, 64)
 # Shapes of query and of key, options, a GPU, and what computes the value and the gradient.
 CHOICES = {
-    "plain": (LONG, LONG, {}, "sm_90", ("kernel", "cuDNN")),
-    "causal": (LONG, LONG, {"is_causal": True}, "sm_90", ("kernel", "cuDNN")),
+    "plain": (LONG, LONG, {}, "sm_90", ("cuDNN", "cuDNN")),
+    "causal": (LONG, LONG, {"is_causal": True}, "sm_90", ("cuDNN", "cuDNN")),
     "a function": (LONG, LONG, {"score_mod": capped}, "sm_90", ("kernel", "kernel")),
     "few queries": ((1, 8, 2, 128), LONG, {}, "sm_90", ("cuDNN", "cuDNN")),
     "few features": (WIDE, WIDE, {}, "sm_90", ("cuDNN", "cuDNN")),
@@ -292,7 +292,7 @@ def test_what_computes_a_call(name):
         ):
             found[-1] = "kernel" if choice.kernel else "lost"
         else:
-            found.append("cuDNN" if "cuDNN" in choice.reason else "blocks")
+            found.append("cuDNN" if choice.reason.startswith("cuDNN's") else "blocks")
     assert tuple(found) == expected
 
 
@@ -308,6 +308,55 @@ def test_the_gradient_of_a_bias_is_a_kernel_beside_cudnns():
             choices = jtk.explain(gradient, x, bias, platform="cuda")
         assert [choice.kernel is not None for choice in choices] == kernels
         assert all("cuDNN" in choice.reason for choice in choices[:2])
+
+
+@pytest.mark.defaults
+@pytest.mark.parametrize("empty", [0, 1, 3])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
+def test_empty_calls_are_chosen_for(empty, options):
+    shape = tuple(0 if i == empty else x for i, x in enumerate(LONG))
+    x = jnp.ones(shape, BF16)
+
+    def gradient(x):
+        return jax.vjp(lambda *y: jtk.attention(*y, **options), x, x, x)[1](x)
+
+    with gpu_target("H200"):
+        assert jtk.explain(gradient, x, platform="cuda")
+
+
+@pytest.mark.defaults
+def test_explain_predicts_every_side():
+    x = jnp.ones((2, 2048, 8, 128), BF16)
+
+    def gradient(x):
+        return jax.vjp(lambda *y: jtk.attention(*y, is_causal=True), x, x, x)[1](x)
+
+    with gpu_target("H200"):
+        found = jtk.explain(gradient, x, platform="cuda")
+    of_passes = [choice for choice in found if choice.depth == 0]
+    assert len(of_passes) == 2
+    for choice in of_passes:
+        assert choice.is_rewritten
+        assert 0 < choice.predicted_us.ours < choice.predicted_us.xla
+        assert re.search(r"cuDNN [\d.]+ us", choice.reason)
+        assert re.search(r"kernels [\d.]+ us", choice.reason)
+    ours, xla = map(sum, zip(*(x.predicted_us for x in of_passes), strict=True))
+    np.testing.assert_allclose(found.predicted_us, (ours, xla))
+
+
+@pytest.mark.defaults
+def test_policies_of_attention():
+    x = jnp.ones((2, 256, 8, 128), BF16)
+
+    def choices(name):
+        with jtk.policy(name), gpu_target("H200"):
+            return jtk.explain(lambda x: jtk.attention(x, x, x), x, platform="cuda")
+
+    (by_cudnn,), (_, kernel), (by_xla,) = map(choices, ("auto", "kernels", "xla"))
+    assert by_cudnn.reason.startswith("cuDNN's")
+    assert kernel.kernel
+    assert by_xla.kernel is None
+    assert not by_xla.is_rewritten
 
 
 def test_explain_shows_the_tiles_that_a_mask_empties():

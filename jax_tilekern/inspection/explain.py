@@ -68,7 +68,8 @@ def _times(choice: Choice) -> tuple[float, float] | None:
     ours, xla = choice.predicted_us
     if ours is None or xla is None:
         return None
-    return (xla if choice.kernel is None else ours), xla
+    is_xlas = choice.kernel is None and not choice.is_rewritten
+    return (xla if is_xlas else ours), xla
 
 
 def _grouped(choices: Sequence[Choice], times: int = 1) -> Iterator[tuple[int, Choice, bool]]:

@@ -170,6 +170,8 @@ class Choice:
     predicted_us
         Predicted microseconds of the best kernel (``ours``) and of XLA's operation (``xla``). Both
         are ``None`` where no prediction decides, or the device has no data.
+    is_rewritten
+        Whether other calls, of the library or of cuDNN, compute it in place of XLA's operation.
     """
 
     call: str
@@ -181,6 +183,7 @@ class Choice:
     partition: str = ""
     depth: int = 0
     predicted_us: PredictedUs = NOT_PREDICTED
+    is_rewritten: bool = False
 
 
 class Recorder:
@@ -207,12 +210,14 @@ class Recorder:
         kernel: str | None,
         reason: str,
         predicted_us: PredictedUs = NOT_PREDICTED,
+        is_rewritten: bool = False,
     ) -> Choice:
         """Add what a call that is lowered in a context of JAX's becomes, and return it."""
         operands, results = _types(ctx.avals_in), ", ".join(_types(ctx.avals_out))
         choice = Choice(
-            call, operands, results, platform, kernel, reason, "", self.depth, predicted_us
-        )
+            call, operands, results, platform, kernel, reason, "", self.depth, predicted_us,
+            is_rewritten,
+        )  # fmt: skip
         self.choices.append(choice)
         return choice
 
@@ -245,7 +250,8 @@ def recorded_choices(platform: str = "") -> Iterator[Recorder]:
 def record_choice(call: str, ctx: Any, platform: str, *outcome: Any) -> None:
     """Record what a call lowers to, if a recorder is active.
 
-    ``outcome`` has the kernel, the reason and the predicted times, as for :meth:`Recorder.add`.
+    ``outcome`` has the kernel, the reason, the predicted times and whether the call is rewritten,
+    as for :meth:`Recorder.add`.
     """
     recorder = _active()
     if recorder is not None:

@@ -30,10 +30,15 @@ class Candidate(ABC):
         """Compile it."""
 
 
-class CostedCandidate(Candidate):
-    """A candidate that a cost model ranks."""
+class Costed:
+    """What a cost model ranks."""
 
     cycles: float  # The estimated cost, in cycles of the SM clock.
+    numbers: tuple[float, ...] = ()  # What predictions of its time depend on besides.
+
+
+class CostedCandidate(Candidate, Costed):
+    """A candidate that a cost model ranks."""
 
     @property
     def kind(self) -> str:

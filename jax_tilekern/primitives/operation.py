@@ -81,6 +81,7 @@ class Rewrite:
 
     reason: str
     function: Callable[..., Any]
+    predicted_us: PredictedUs = NOT_PREDICTED
 
 
 @dataclass(frozen=True)
@@ -577,7 +578,8 @@ def _lowered(
         platform,
         outcome.name if isinstance(outcome, PlannedKernel) else None,
         outcome.reason,
-        NOT_PREDICTED if isinstance(outcome, Rewrite) else outcome.predicted_us,
+        outcome.predicted_us,
+        isinstance(outcome, Rewrite),
     )
     if isinstance(outcome, PlannedKernel):
         return ffi.emit(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -30,14 +30,16 @@ from jax_tilekern.plans.attention.sm90 import (
     Bias,
     Tiles,
     bias_refusal,
+    gradient_refusal,
     plan_backward,
     plan_bias_gradient,
     plan_forward,
     plan_tangent,
     refusal,
 )
+from jax_tilekern.plans.attention.ways import CUDNN, KERNELS, Pass, Way, ways_of, workload_of
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu, NoGpu, current_gpu
-from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.plans.policy import PolicyChoice, choose, current_policy, predicted_times
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -55,69 +57,144 @@ _LOG2_E = np.float32(np.log2(np.e))
 # The operands of each primitive before the arrays of scores and masks, but for tangents.
 _FIRST = {"forward": 3, "tangent": 5, "backward": 7, "bias gradient": 7}
 _OF_PRODUCTS, _OF_BIAS = (0, 1, 2), (3,)
-# Below so many queries, or up to so many features, cuDNN's forward pass is faster.
-_FEW_QUERIES, _FEW_FEATURES = 128, 64
 
 
 def planner_of(name: str) -> Planner:
     """Return how GPUs compute the primitive of attention of this name."""
 
     def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
-        avals = [x.aval for x in operands]
-        by_cudnn = _by_cudnn(name, operands, **params)
-        if by_cudnn is not None:
-            return by_cudnn
         try:
-            problem = _problem(name, avals, **params)
-        except (NoGpu, Untranslatable) as error:
+            return _chosen(name, operands, **params)
+        except NoGpu as error:
             return Fallback(str(error))
-        reason = "tiles of scores"
-        scores, arrays = params["scores"], _arrays(name, avals, params.get("wanted", ()))
-        if scores.has_mask and len(arrays) == scores.score_arrays:
-            kinds = _kinds(scores, problem, problem.forward_tiles(), *arrays)
-            reason += f", of which the mask empties {np.mean(kinds == 0):.0%}"
-        return Rewrite(reason, functools.partial(_rewritten, name, **params))
 
     return Planner(no_refusal, plan)
 
 
-def _by_cudnn(
-    name: str, operands: Sequence[Operand], scores: Scores, wanted: Sequence[int] = ()
-) -> Rewrite | None:
-    """Return a call of cuDNN if it has the call, and is faster by measurement.
+def _chosen(name: str, operands: Sequence[Operand], **params: Any) -> Outcome:
+    """Return the kernels or cuDNN, by what the policy predicts of both and of XLA's blocks."""
+    avals = [x.aval for x in operands]
+    has_lse = name == "backward" and not compat.is_zeros(operands[6].value)
+    ways, reason = ways_by_key(name, avals, has_lse=has_lse, **params)
+    if current_policy() == "kernels":
+        ways.pop(CUDNN, None)
+    if not ways:
+        return Fallback(reason)
+    if name == "tangent":
+        return ways[KERNELS]
+    choice, each = choice_of(name, avals, ways, **params)
+    if choice.candidate is None:
+        return Fallback(f"blocks of scores by XLA: {choice.reason}{each}", choice.predicted_us)
+    way = ways[choice.candidate.key]
+    reason = f"{way.reason}; {choice.reason}{each}"
+    return dataclasses.replace(way, reason=reason, predicted_us=choice.predicted_us)
 
-    Its gradient takes five products, and the kernels' seven. Its forward pass is faster for few
-    queries, few features, a window and a bias, and the only one on other GPUs. It adds the gradient
-    of a bias to memory, and the kernel does not.
+
+def choice_of(
+    name: str, avals: Sequence[Any], keys: Collection[str], **params: Any
+) -> tuple[PolicyChoice[Way], str]:
+    """Return which of some ways computes a call, or XLA, and their predicted times in words."""
+    gpu, found = current_gpu(), _pass(name, avals, **params)
+    workload, ways = workload_of(found, gpu), ways_of(found, gpu, keys)
+    choice = choose(workload, ways, gpu)
+    times = predicted_times(workload, ways, gpu)
+    if times is None or len(ways) == 1:
+        return choice, ""
+    each = (f"{way.key} {us:.3g} us" for way, us in zip(ways, times.ours, strict=True))
+    return choice, f"; {', '.join(each)}"
+
+
+def ways_by_key(
+    name: str, avals: Sequence[Any], scores: Scores, wanted: Sequence[int] = (), *, has_lse: bool
+) -> tuple[dict[str, Rewrite], str]:
+    """Return what computes a call beside XLA, and why the kernels do not.
+
+    ``has_lse`` says whether a gradient has a cotangent of the logarithms.
     """
-    query, key, value = (x.aval for x in operands[:3])
-    biases = [x.aval for x in operands[_FIRST[name] :]]
-    options, capability = _cudnn_options(scores), _capability()
+    ways: dict[str, Rewrite] = {}
+    by_cudnn = None if has_lse else _by_cudnn(name, avals, scores, wanted)
+    if by_cudnn is not None:
+        ways[CUDNN] = by_cudnn
+    params: dict[str, Any] = {"scores": scores} | ({"wanted": wanted} if name != "forward" else {})
+    try:
+        problem = _problem(name, avals, scores, wanted)
+    except Untranslatable as error:
+        return ways, str(error)
+    if name == "backward" and (why := gradient_refusal(problem)):
+        return ways, why
+    reason = "tiles of scores"
+    share = _share(name, avals, scores, wanted, problem)
+    if share < 1:
+        reason += f", of which the mask empties {1 - share:.0%}"
+    ways[KERNELS] = Rewrite(reason, functools.partial(_rewritten, name, **params))
+    return ways, ""
+
+
+def _share(
+    name: str, avals: Sequence[Any], scores: Scores, wanted: Sequence[int], problem: Attention
+) -> float:
+    """Return the share of the tiles that a mask leaves; 1 where arrays decide."""
+    arrays = _arrays(name, avals, wanted)
+    if not scores.has_mask or len(arrays) != scores.score_arrays:
+        return 1.0
+    kinds = _kinds(scores, problem, problem.forward_tiles(), *arrays)
+    return float(np.mean(kinds != 0)) if kinds.size else 1.0
+
+
+def _pass(name: str, avals: Sequence[Any], scores: Scores, wanted: Sequence[int] = ()) -> Pass:
+    """Return a call as the policy sees it."""
+    problem = _sizes(avals, scores)
+    arrays = _arrays(name, avals, wanted)
+    of_bias = 3 in wanted and name == "backward" and _bias_problem(avals, scores) is not None
+    # Estimates have logarithms of sizes.
+    positive: dict[str, Any] = {
+        field: max(1, size) for field, size in vars(problem).items() if type(size) is int
+    }
+    return Pass(
+        dataclasses.replace(problem, **positive),
+        is_gradient=name == "backward",
+        share=max(_share(name, avals, scores, wanted, problem), _LEAST_SHARE),
+        has_mask=scores.has_mask,
+        has_window=scores.window is not None,
+        has_score=scores.has_score,
+        arrays=len(arrays),
+        of_bias=of_bias,
+        of_arrays=sum(i >= 3 for i in wanted) - of_bias,
+    )
+
+
+# The share that stands for none.
+_LEAST_SHARE = 1e-3
+
+
+def _by_cudnn(
+    name: str, avals: Sequence[Any], scores: Scores, wanted: Sequence[int] = ()
+) -> Rewrite | None:
+    """Return a call of cuDNN, if it has the call."""
+    query, key, value = avals[:3]
+    biases = avals[_FIRST[name] :]
+    options = _cudnn_options(scores)
     if (
-        current_policy() == "kernels"
+        name == "tangent"
         or options is None
         or len(biases) != options.has_bias
         or (options.is_causal and query.shape[1] != key.shape[1])
-        or not cudnn.covers(capability, query, key, value, *biases)
+        or not cudnn.covers(current_gpu().compute_capability, query, key, value, *biases)
     ):
         return None
     if name == "forward":
-        few = query.shape[1] < _FEW_QUERIES or options.window or query.shape[-1] <= _FEW_FEATURES
-        if few or options.has_bias or capability[0] != 9:
-            return Rewrite("cuDNN's", functools.partial(cudnn.attention, options=options))
-    if name == "backward" and compat.is_zeros(operands[6].value):
-        has_kernel = 3 in wanted and _bias_problem([x.aval for x in operands], scores) is not None
+        return Rewrite("cuDNN's", functools.partial(cudnn.attention, options=options))
+    has_kernel = 3 in wanted and _bias_problem(avals, scores) is not None
 
-        def gradient(*given: Array) -> Results:
-            read = [*given[:6], *given[7:]]
-            of_bias = 3 in wanted and not has_kernel
-            found = [*cudnn.attention_gradient(read, options, of_bias=of_bias)]
-            if has_kernel:
-                found.append(_bias_gradient(given, scores))
-            return [found[i] for i in wanted]
+    def gradient(*given: Array) -> Results:
+        read = [*given[:6], *given[7:]]
+        of_bias = 3 in wanted and not has_kernel
+        found = [*cudnn.attention_gradient(read, options, of_bias=of_bias)]
+        if has_kernel:
+            found.append(_bias_gradient(given, scores))
+        return [found[i] for i in wanted]
 
-        return Rewrite("cuDNN's" + has_kernel * ", and a kernel for the bias", gradient)
-    return None
+    return Rewrite("cuDNN's" + has_kernel * ", and a kernel for the bias", gradient)
 
 
 def _cudnn_options(scores: Scores) -> cudnn.Options | None:
@@ -134,13 +211,6 @@ def _cudnn_options(scores: Scores) -> cudnn.Options | None:
         window = before + 1
     is_causal = scores.is_causal or window > 0
     return cudnn.Options(float(scores.scale), is_causal, window, has_bias=bool(scores.named))
-
-
-def _capability() -> tuple[int, int]:
-    try:
-        return current_gpu().compute_capability
-    except NoGpu:
-        return (0, 0)
 
 
 def _problem(
@@ -161,10 +231,22 @@ def _problem_once(
     wanted: tuple[int, ...],
     gpu: Gpu,
 ) -> Attention:
-    query, key, value = types[:3]
     arrays = _arrays(name, types, wanted)
+    problem = _sizes(types, scores)
+    if why := refusal(problem, gpu):
+        raise Untranslatable(why)
+    problem = dataclasses.replace(problem, functions=score_text(scores, arrays))
+    if scores.has_mask:
+        kinds = jax.eval_shape(functools.partial(_kinds, scores, problem, Tiles(64, 64)), *arrays)
+        problem = dataclasses.replace(problem, listed=kinds.shape[:2])
+    return problem
+
+
+def _sizes(types: Sequence[Any], scores: Scores) -> Attention:
+    """Return the sizes of a call, without its functions."""
+    query, key, value = types[:3]
     batch, queries, heads, features = query.shape
-    problem = Attention(
+    return Attention(
         batch=batch,
         queries=queries,
         keys=key.shape[1],
@@ -175,13 +257,6 @@ def _problem_once(
         dtype=np.dtype(query.dtype),
         scale=float(scores.scale),
     )
-    if why := refusal(problem, gpu):
-        raise Untranslatable(why)
-    problem = dataclasses.replace(problem, functions=score_text(scores, arrays))
-    if scores.has_mask:
-        kinds = jax.eval_shape(functools.partial(_kinds, scores, problem, Tiles(64, 64)), *arrays)
-        problem = dataclasses.replace(problem, listed=kinds.shape[:2])
-    return problem
 
 
 def _arrays(name: str, operands: Sequence[Any], wanted: Sequence[int]) -> Sequence[Any]:

@@ -153,12 +153,19 @@ def refusal(problem: Attention, gpu: Gpu) -> str:
     return ""
 
 
+def gradient_refusal(problem: Attention) -> str:
+    """Return why no kernel covers the gradient of a call that has a kernel, or nothing."""
+    if max(problem.padded) > 2 * _CHUNK:
+        return f"kernels of gradients of attention have up to {2 * _CHUNK} features"
+    return ""
+
+
 def bias_refusal(problem: Attention, bias: Bias) -> str:
     """Return why no kernel covers the gradient of the bias of a call with kernels, or nothing."""
     if bias.dtype not in (F32, BF16, F16):
         return f"kernels of gradients of a bias have no {bias.dtype}"
-    if max(problem.padded) > 2 * _CHUNK:
-        return f"kernels of gradients of attention have up to {2 * _CHUNK} features"
+    if why := gradient_refusal(problem):
+        return why
     if bias.shape[3] != problem.keys:
         # Sums over the keys are of derivatives that cancel but for the rounding of the result.
         return "kernels of gradients of a bias have no bias that lacks keys"
@@ -205,10 +212,8 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
     Operands are query, key, value, the gradient of out, statistics (``backward.cuh``), lists of
     tiles of queries for tiles of keys, lists of tiles of keys for tiles of queries, and arrays.
     """
-    if why := refusal(problem, gpu):
+    if why := refusal(problem, gpu) or gradient_refusal(problem):
         return NoKernel(why)
-    if max(problem.padded) > 2 * _CHUNK:
-        return NoKernel(f"kernels of gradients of attention have up to {2 * _CHUNK} features")
     by_keys, by_queries = problem.backward_tiles()
     features, values = problem.padded
     arrays = len(problem.functions.pointers)

@@ -10,7 +10,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from jax_tilekern.plans.candidate import Candidate, CostedCandidate, fused_plan, with_cycles
+from jax_tilekern.plans.candidate import (
+    Candidate,
+    Costed,
+    CostedCandidate,
+    fused_plan,
+    with_cycles,
+)
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import NOT_PREDICTED, LaunchPlan, NoKernel, PredictedUs
@@ -45,10 +51,12 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Poli
     if found is None:
         if asked or must:
             return PolicyChoice(candidates[0], why)
+        without = f"no times on {device.name} are recorded"
+        if not workload.is_xlas:
+            return PolicyChoice(candidates[0], f"the first by its estimate, because {without}")
         return PolicyChoice(
             None,
-            f"no times on {device.name} are recorded, so XLA computes it "
-            '(jax_tilekern.policy("kernels") takes a kernel)',
+            f'{without}, so XLA computes it (jax_tilekern.policy("kernels") takes a kernel)',
         )
     best = int(np.argmin(found.ours))
     ours = float(found.ours[best])
@@ -187,6 +195,6 @@ def predicted(
 
 def base_microseconds(candidate: Any, device: Device, xla: float) -> float:
     """Return a candidate's own estimate, or XLA's time where it has none."""
-    if isinstance(candidate, CostedCandidate) and isinstance(device, Gpu):
+    if isinstance(candidate, Costed) and isinstance(device, Gpu):
         return candidate.cycles / device.rates.cycles_per_microsecond
     return xla

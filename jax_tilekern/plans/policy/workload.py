@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jax_tilekern.plans.candidate import CostedCandidate
+from jax_tilekern.plans.candidate import Costed, CostedCandidate
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gemm.geometry import distinct_matrices
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 
 if TYPE_CHECKING:
     from jax_tilekern.plans.add import AddedDims
+    from jax_tilekern.plans.attention.ways import Pass
     from jax_tilekern.plans.gemm.problem import Product
     from jax_tilekern.plans.reduction.problem import SummedDims
     from jax_tilekern.plans.transpose.permutation import Permutation
@@ -49,7 +50,7 @@ class Workload:
     """The work of a call, as numbers."""
 
     # Which model predicts it: "product", "vector product" (that the kernel of sums computes on
-    # GPUs), "fused product", "sum", "transpose" or "add".
+    # GPUs), "fused product", "attention", "attention gradient", "sum", "transpose" or "add".
     operation: str
     operations: float  # multiply-adds
     bytes: float  # that are read and written, each once
@@ -59,6 +60,8 @@ class Workload:
     # XLA's microseconds by other models. Data, if there are any, correct this in place of a
     # roofline, and where there are none it stands.
     estimate: float | None = None
+    # Whether XLA computes it on devices without data.
+    is_xlas: bool = True
 
 
 def product_workload(product: Product) -> Workload:
@@ -131,11 +134,11 @@ def candidate_numbers(
     ``first`` is the candidate with the best estimate. A candidate without an estimate has no
     numbers.
     """
-    if not (isinstance(candidate, CostedCandidate) and isinstance(device, Gpu)):
+    if not (isinstance(candidate, Costed) and isinstance(device, Gpu)):
         return ()
     estimates = math.log2(candidate.cycles), math.log2(candidate.cycles / first.cycles)
-    if workload.operation not in ("product", FUSED):
-        return estimates
+    if not (isinstance(candidate, CostedCandidate) and workload.operation in ("product", FUSED)):
+        return (*estimates, *candidate.numbers)
     tile = _tile_of(candidate.key)
     batch, m, n = (2**x for x in workload.features[:3])
     if tile.swapped:
@@ -178,6 +181,34 @@ def _tile_of(key: str) -> _Tile:
             *(map(float, warps.groups()) if warps else (0.0, 0.0, 0.0)),
         ),
     )
+
+
+def attention_workload(call: Pass, estimate: float) -> Workload:
+    """Return the work of a pass of attention, of which XLA takes about ``estimate`` us."""
+    sizes = call.sizes
+    heads = sizes.batch * sizes.heads
+    tiles = heads * math.ceil(sizes.queries / _TILE)
+    features = (
+        *map(math.log2, (heads, sizes.queries, sizes.keys, sizes.features, sizes.value_features)),
+        math.log2(sizes.heads / sizes.key_heads),
+        math.log2(heads * sizes.queries * sizes.keys * call.share),
+        math.log2(tiles),
+        math.ceil(tiles / _SMS) * _SMS / tiles,
+        call.share,
+        call.has_mask,
+        call.has_window,
+        call.has_score,
+        call.arrays,
+        call.of_bias,
+        call.of_arrays,
+        *(sizes.dtype.name == name for name in ("bfloat16", "float16")),
+    )
+    operation = "attention gradient" if call.is_gradient else "attention"
+    arithmetic = _SHORT_NAMES[sizes.dtype.name]
+    return Workload(
+        operation, call.operations, call.bytes, arithmetic, tuple(map(float, features)),
+        estimate=estimate, is_xlas=False,
+    )  # fmt: skip
 
 
 def sum_workload(dims: SummedDims, dtype: np.dtype[Any], out_dtype: np.dtype[Any]) -> Workload:
