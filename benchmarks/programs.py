@@ -21,6 +21,7 @@ import numpy as np
 
 import jax_tilekern as jtk
 from benchmarks import record as records
+from benchmarks.errors import BenchmarkError
 from benchmarks.measure import failure_of, free_bytes, temporary_bytes
 from benchmarks.record import Record
 from benchmarks.report import row_line
@@ -236,8 +237,9 @@ def bytes_needed(compiled: Any) -> int:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name matches one of some shell patterns."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    """Return whether a name matches one of some shell patterns, with its backticks or without."""
+    plain = name.replace("`", "")
+    return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, plain))
 
 
 # Arguments of commands of several rows.
@@ -292,6 +294,8 @@ class RowsCommand:
                     print(f"    {title}: {found}", flush=True)
             if arguments.json:
                 records.write(arguments.json, record)
+        if not record["rows"] and "rows" in self._arguments:
+            raise BenchmarkError(f"no row has a name like {' or '.join(arguments.rows)}")
         return int(any("failure" in row for row in record["rows"]))
 
 

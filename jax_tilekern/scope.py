@@ -67,6 +67,12 @@ _traced_names: set[str] = set()
 _PARAMETER = "contexts"
 
 
+def current_settings() -> Settings:
+    """Return the settings of this thread that contexts have changed."""
+    settings: Settings = _settings.value
+    return settings
+
+
 def traced_settings() -> Settings:
     """Return the settings of this thread that calls have which are traced now."""
     return tuple(item for item in _settings.value if item[0] in _traced_names)

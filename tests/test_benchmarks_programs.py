@@ -186,6 +186,16 @@ def test_first_calls(tmp_path, monkeypatch):
     assert 0 < row["later_seconds"]["XLA, warm"] < row["seconds"]["XLA"]
 
 
+def test_rows_are_named_without_backticks():
+    assert programs.matches("`kernel`: Lorenz", ["kernel*"])
+    assert programs.matches("`kernel`: Lorenz", ["`kernel`*"])
+
+
+def test_a_pattern_without_rows_is_an_error(capsys):
+    assert main(["first_calls", "--rows", "none*"]) == 2
+    assert "no row has a name like none*" in capsys.readouterr().err
+
+
 def test_a_first_call_that_fails_is_an_error(tmp_path):
     with pytest.raises(BenchmarkError, match=r"none: a process fails: ValueError: not enough"):
         first_calls._fresh_process("none", "ours", tmp_path)

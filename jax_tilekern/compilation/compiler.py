@@ -7,6 +7,7 @@ by the first compilation.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -14,7 +15,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +34,9 @@ from jax_tilekern.compilation.nvrtc import (
 )
 
 __all__ = [
-    "CacheInfo", "CompileError", "Compiled", "Entry", "Kernel", "NvrtcNotFound", "Source",
-    "cache_info", "clear_cache", "compile_kernels", "cuda_folder", "nvrtc",
+    "CacheInfo", "CompileError", "Compiled", "Entry", "Kernel", "NotCompiled", "NvrtcNotFound",
+    "Source", "cache_info", "clear_cache", "compile_kernels", "cuda_folder", "nvrtc",
+    "without_compiling",
 ]  # fmt: skip
 
 # A part of every cache key: increment it when the options below or the format of an entry change.
@@ -139,6 +141,23 @@ class Compiled:
         raise KeyError(f"{name} was not compiled, only {[entry.name for entry in self.entries]}")
 
 
+class NotCompiled(Exception):
+    """Inside :func:`without_compiling`: no cache has a kernel."""
+
+
+_compiles = contextvars.ContextVar("compiles", default=True)
+
+
+@contextlib.contextmanager
+def without_compiling() -> Iterator[None]:
+    """Have :func:`compile_kernels` raise :class:`NotCompiled` where no cache has a kernel."""
+    token = _compiles.set(False)
+    try:
+        yield
+    finally:
+        _compiles.reset(token)
+
+
 def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
     """Compile kernels side by side, each into a cubin of its own.
 
@@ -163,6 +182,8 @@ def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
     if not kernels:
         raise ValueError("no kernel, so nothing to compile")
     requests = [_request(kernel, arch) for kernel in dict.fromkeys(kernels)]
+    if not _compiles.get() and not all(request.is_cached() for request in requests):
+        raise NotCompiled
     # This thread compiles the first kernel that is not on disk, and further threads the others:
     # NVRTC runs without the interpreter's lock.
     missing = [x for x in requests if not x.is_on_disk()] if len(requests) > 1 else []
@@ -208,6 +229,10 @@ class _Request:
     def is_on_disk(self) -> bool:
         """Whether the disk cache has an entry for it, which may be damaged."""
         return kernel_cache.contains(self._key)
+
+    def is_cached(self) -> bool:
+        """Whether a cache has it, or it is never cached."""
+        return not self._is_kept_on_disk or _memory.has(self._key) or self.is_on_disk()
 
     def compiled(self) -> Compiled:
         """Return what it compiles to, from a cache if one has it."""
@@ -361,6 +386,10 @@ class _Memory:
             if slot.compiled is None:
                 slot.compiled = build()
             return slot.compiled
+
+    def has(self, key: str) -> bool:
+        slot = self._slots.get(key)
+        return slot is not None and slot.compiled is not None
 
     def clear(self) -> None:
         with self._lock:

@@ -67,6 +67,7 @@ __all__ = [
     "cotangent_sharding",
     "custom_jvp_rule",
     "dot_general_p",
+    "equation_context",
     "eval_jaxpr",
     "eval_jaxpr_by",
     "explicit_sharding",
@@ -92,6 +93,7 @@ __all__ = [
     "mlir",
     "name_p",
     "nn_functions",
+    "on_lowering",
     "one_element_axis",
     "partial_eval",
     "partition_id",
@@ -560,6 +562,24 @@ def lower_per_platform(
         ctx, name, dict(rules), default, _core.no_effects, *values, **params
     )
     return lowered
+
+
+def on_lowering(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Have ``begin()`` called before a thread lowers a module for a jit, and ``end()`` after it."""
+    event = _dispatch.JAXPR_TO_MLIR_MODULE_EVENT
+
+    def listener(function: Callable[[], None]) -> Callable[..., None]:
+        return lambda name, *_, **__: function() if name == event else None
+
+    jax.monitoring.register_scalar_listener(listener(begin))
+    jax.monitoring.register_event_duration_secs_listener(listener(end))
+
+
+@contextlib.contextmanager
+def equation_context(ctx: Any) -> Iterator[None]:
+    """Return the context in which JAX lowers the equation that a rule's context is of."""
+    with _source_info_util.user_context(ctx.traceback), ctx.jaxpr_eqn_ctx.manager:
+        yield
 
 
 # Sharding in types.

@@ -237,11 +237,13 @@ def _function(
     emit: Callable[[Sequence[Any]], Sequence[Any]],
 ) -> Any:
     types = [operand.type for operand in operands]
-    function = func.FuncOp(symbol, ir.FunctionType.get(types, []), ip=ctx.module_context.ip)
-    function.attributes["sym_visibility"] = ir.StringAttr.get("private")
-    with ir.InsertionPoint(function.add_entry_block()), ir.Location.name(name):
-        results = list(emit(function.arguments))
-        func.ReturnOp(results)
+    # Nothing of the function depends on its first call.
+    with ir.Location.name(name):
+        function = func.FuncOp(symbol, ir.FunctionType.get(types, []), ip=ctx.module_context.ip)
+        function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+        with ir.InsertionPoint(function.add_entry_block()):
+            results = list(emit(function.arguments))
+            func.ReturnOp(results)
     made = ir.FunctionType.get(types, [result.type for result in results])
     function.attributes["function_type"] = ir.TypeAttr.get(made)
     return function

@@ -232,6 +232,11 @@ def _active() -> Recorder | None:
     return _recorders.get(_token.value)
 
 
+def is_recorded() -> bool:
+    """Return whether a recorder is active."""
+    return _active() is not None
+
+
 @contextlib.contextmanager
 def recorded_choices(platform: str = "") -> Iterator[Recorder]:
     """Collect the choice of every call that is traced, lowered or compiled inside the context.

@@ -14,6 +14,7 @@ from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
 from jax_tilekern.plans.policy import choose, current_policy
 from jax_tilekern.plans.policy.workload import Workload
 from jax_tilekern.plans.tuned import planning_state
+from jax_tilekern.primitives import deferral
 from jax_tilekern.primitives.operation import Fallback, PlannedKernel
 
 
@@ -32,7 +33,7 @@ def planned_kernel(
         if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
             oldest = "sm_{}{}".format(*MIN_COMPUTE_CAPABILITY)
             return Fallback(f"{gpu.arch} is older than {oldest}")
-        found = _planned(planner, problem, gpu)
+        found = deferral.plan(_planned, planner, problem, gpu)
     except (NoGpu, NvrtcNotFound) as error:
         return Fallback(str(error))
     if isinstance(found, Exception):

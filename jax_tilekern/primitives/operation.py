@@ -43,7 +43,7 @@ from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import planning_beside_collectives
 from jax_tilekern.plans.launch import NOT_PREDICTED, LaunchPlan, PredictedUs
 from jax_tilekern.plans.policy import policy, why_excluded
-from jax_tilekern.primitives import remat, taylor
+from jax_tilekern.primitives import deferral, remat, taylor
 from jax_tilekern.primitives.linearity import OperandGroup, cotangents_in, jvp_of, tangents_out
 from jax_tilekern.scope import Setting, under_traced_settings
 
@@ -484,8 +484,23 @@ def _lower(
     *values: Any,
     **params: Any,
 ) -> Sequence[Any]:
+    def lower(ctx: Any, *values: Any) -> Sequence[Any]:
+        return _lower_now(operation, partitioned, platform, ctx, *values, **params)
+
     if xla.has_other_devices(ctx):
         require_agreement(platform)
+        return lower(ctx, *values)
+    return deferral.lower_or_defer(lower, ctx, *values)
+
+
+def _lower_now(
+    operation: Operation,
+    partitioned: PartitionedOperation | None,
+    platform: str,
+    ctx: Any,
+    *values: Any,
+    **params: Any,
+) -> Sequence[Any]:
     with by_types(ctx.avals_in, ctx.avals_out, params):
         outcome = _outcome(operation, platform, ctx, *values, **params)
         if outcome is not None:

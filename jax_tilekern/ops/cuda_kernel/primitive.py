@@ -28,6 +28,7 @@ from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.cuda_kernel import Array, Batch, KernelCall, plan_kernel
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu, known_gpu
 from jax_tilekern.plans.policy import why_excluded
+from jax_tilekern.primitives import deferral
 from jax_tilekern.primitives.linearity import OperandGroup
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -233,7 +234,7 @@ def _plan_on_cuda(
     try:
         gpu = current_gpu()
         call, how = tuned_call([x.aval for x in operands], gpu, settings=settings, **params)
-        plan = plan_kernel(call, gpu)
+        plan = deferral.plan(plan_kernel, call, gpu)
     except (NoGpu, NvrtcNotFound) as error:
         if settings.reference is None:
             raise

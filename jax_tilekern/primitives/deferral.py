@@ -1,0 +1,237 @@
+"""Calls whose kernels are being compiled: they are lowered when the rest of their program is.
+
+JAX lowers one call of a program after the other, and NVRTC takes about a second for a kernel. A
+call whose plan needs a kernel that no cache has is *deferred*: a thread makes the plan, and a
+custom call without meaning stands for it in the module. When JAX has lowered the module, the rule
+of each deferred call is asked again, in the order of the program, and what it emits takes the place
+of the custom call. The module is the same as if nothing had been compiled.
+
+JAX announces the beginning and the end of lowering to listeners (:mod:`jax.monitoring`). Where it
+does not, as where a part of a program is lowered for XLA's partitioner, no call is deferred.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from jax_tilekern.compilation.compiler import NotCompiled, without_compiling
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import func, ir, mlir
+from jax_tilekern.interop.outcomes import is_recorded
+from jax_tilekern.plans.launch import LaunchPlan
+from jax_tilekern.scope import Settings, current_settings, entered
+
+_NAME = "jax_tilekern_deferred"
+_CUSTOM_CALL = "stablehlo.custom_call"
+_CAST = "builtin.unrealized_conversion_cast"
+# A rule of lowering: ``rule(ctx, *values)`` emits a call and returns its results.
+Rule = Callable[..., Sequence[Any]]
+
+
+class _Deferred(Exception):
+    """A thread makes the plan of the call that is lowered."""
+
+    def __init__(self, plan: Future[Any]) -> None:
+        self.plan = plan
+
+
+def lower_or_defer(rule: Rule, ctx: Any, *values: Any) -> Sequence[Any]:
+    """Lower a call by its rule, or defer it where a plan needs kernels that no cache has.
+
+    A rule emits nothing before it plans. ``explain`` lists calls as they are lowered, so they are
+    not deferred there.
+    """
+    module = _lowering.modules[-1] if _lowering.modules else None
+    if module is None or is_recorded():
+        return rule(ctx, *values)
+    outer, _lowering.plans = _lowering.plans, module
+    try:
+        return rule(ctx, *values)
+    except _Deferred as deferred:
+        plan = deferred.plan
+    finally:
+        _lowering.plans = outer
+    return module.defer(rule, ctx, values, plan)
+
+
+def plan(planner: Callable[..., Any], *arguments: Hashable) -> Any:
+    """Return ``planner(*arguments)``, or leave the rule of a call that is deferred.
+
+    The planner may run twice, the first time in another thread, under the settings of this one.
+    """
+    if _lowering.plans is None:
+        return planner(*arguments)
+    return _lowering.plans.plan(planner, *arguments)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A deferred call: what lowers it, and what its rule needs."""
+
+    rule: Rule
+    ctx: Any
+    plan: Future[Any]
+    settings: Settings
+    # Which operands are arguments of the function that the call is in.
+    are_arguments: Sequence[bool]
+    # An empty function, before which belong those that the rule adds to the module.
+    functions: Any
+
+    def lower(self, stand_in: Any) -> None:
+        self.plan.exception()  # The rule raises it.
+        module = self.ctx.module_context
+        end, module.ip = module.ip, ir.InsertionPoint(self.functions)
+        try:
+            with (
+                entered(self.settings),
+                compat.equation_context(self.ctx),
+                stand_in.location,
+                ir.InsertionPoint(stand_in),
+            ):
+                # JAX may have inlined the function. The rule must not see more than it saw there.
+                casts = {
+                    i: ir.Operation.create(_CAST, [operand.type], [operand])
+                    for i, operand in enumerate(stand_in.operands)
+                    if self.are_arguments[i]
+                }
+                operands = [
+                    casts[i].result if i in casts else operand
+                    for i, operand in enumerate(stand_in.operands)
+                ]
+                results = self.rule(self.ctx, *operands)
+        finally:
+            module.ip = end
+        for old, new in zip(stand_in.results, results, strict=True):
+            old.replace_all_uses_with(new)
+        stand_in.erase()
+        for cast in casts.values():
+            cast.result.replace_all_uses_with(cast.operands[0])
+            cast.erase()
+
+
+class _Module:
+    """A module that a thread lowers."""
+
+    def __init__(self) -> None:
+        # What is handled, if anything, when lowering begins.
+        self._exception = sys.exc_info()[1]
+        self._calls: list[_Call] = []
+        self._plans: dict[Hashable, Future[Any]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    def plan(self, planner: Callable[..., Any], *arguments: Hashable) -> Any:
+        settings = current_settings()
+        key = planner, arguments, settings
+        if key not in self._plans:
+            try:
+                with without_compiling():
+                    found = planner(*arguments)
+            except NotCompiled:
+                self._plans[key] = self._start(settings, planner, *arguments)
+            else:
+                # The order of functions in the module must not depend on when kernels are compiled.
+                if not self._calls or not isinstance(found, LaunchPlan):
+                    return found
+                self._plans[key] = Future()
+                self._plans[key].set_result(found)
+        raise _Deferred(self._plans[key])
+
+    def _start(self, settings: Settings, planner: Callable[..., Any], *arguments: Any) -> Any:
+        def run() -> Any:
+            with entered(settings):
+                return planner(*arguments)
+
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor()
+        return self._threads.submit(run)
+
+    def defer(
+        self, rule: Rule, ctx: Any, values: Sequence[Any], plan: Future[Any]
+    ) -> Sequence[Any]:
+        module = ctx.module_context
+        types = [mlir.aval_to_ir_type(module, aval) for aval in ctx.avals_out]
+        number = str(len(self._calls))
+        attributes = {"call_target_name": _NAME, "backend_config": number}
+        stand_in = ir.Operation.create(
+            _CUSTOM_CALL, types, values, {k: ir.StringAttr.get(x) for k, x in attributes.items()}
+        )
+        # MLIR would number the names of all functions that follow one whose name is taken.
+        functions = func.FuncOp(f"{_NAME}_{number}", ir.FunctionType.get([], []), ip=module.ip)
+        with ir.InsertionPoint(functions.add_entry_block()):
+            func.ReturnOp([])
+        module.symbol_table.insert(functions)
+        are_arguments = [isinstance(value.owner, ir.Block) for value in values]
+        self._calls.append(_Call(rule, ctx, plan, current_settings(), are_arguments, functions))
+        results: Sequence[Any] = stand_in.results
+        return results
+
+    def end(self) -> None:
+        """Lower the deferred calls, unless lowering the others has raised an exception."""
+        try:
+            if self._calls and sys.exc_info()[1] is self._exception:
+                self._lower_calls(self._calls[0].ctx.module_context)
+        finally:
+            if self._threads is not None:
+                self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _lower_calls(self, module: Any) -> None:
+        # JAX copies or drops what it has lowered where it inlines functions.
+        with module.context:
+            for number, stand_in in sorted(_stand_ins(module.module), key=itemgetter(0)):
+                self._calls[number].lower(stand_in)
+            for call in self._calls:
+                module.symbol_table.erase(call.functions)
+
+
+def _stand_ins(module: Any) -> list[tuple[int, Any]]:
+    """Return the number of a deferred call, and what stands for it, for each place of one."""
+    found: list[tuple[int, Any]] = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == _CUSTOM_CALL:
+            attributes = operation.attributes
+            if attributes["call_target_name"].value == _NAME:
+                found.append((int(attributes["backend_config"].value), operation))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
+class _Lowering(threading.local):
+    """What a thread lowers."""
+
+    def __init__(self) -> None:
+        # The last one is lowered while those before it are.
+        self.modules: list[_Module | None] = []
+        self.plans: _Module | None = None  # The one a call of which may be deferred.
+
+
+_lowering = _Lowering()
+
+
+def _begin() -> None:
+    _lowering.modules.append(_Module())
+
+
+def _end() -> None:
+    modules, outer = _lowering.modules, _lowering.plans
+    if not modules:
+        return
+    # Nothing is deferred while the deferred calls are lowered.
+    module, modules[-1], _lowering.plans = modules[-1], None, None
+    try:
+        if module is not None:
+            module.end()
+    finally:
+        modules.pop()
+        _lowering.plans = outer
+
+
+compat.on_lowering(_begin, _end)
