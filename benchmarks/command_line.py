@@ -14,6 +14,7 @@ import jax
 from benchmarks import (
     attention,
     attention_sample,
+    convolution,
     first_calls,
     fit_policy,
     fp8,
@@ -119,6 +120,7 @@ _COMMANDS: dict[str, Command] = {
     "fp8": fp8.COMMAND,
     "fp8_accuracy": training.COMMAND,
     "linalg": linalg.COMMAND,
+    "causal_conv1d": convolution.COMMAND,
     "segments": segments.COMMAND,
     "selection": selection.COMMAND,
     "sample": sample.COMMAND,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.catalog import (
     arrays,
     attention,
+    convolution,
     cuda_kernel,
     epilogues,
     grouped,
@@ -19,8 +20,8 @@ from benchmarks.catalog import (
 )
 
 FAMILIES = (
-    arrays, attention, cuda_kernel, epilogues, grouped, lanes, linalg, mixture, optimisers,
-    products, quantised, segments, selection,
+    arrays, attention, convolution, cuda_kernel, epilogues, grouped, lanes, linalg, mixture,
+    optimisers, products, quantised, segments, selection,
 )  # fmt: skip
 DESCRIPTIONS = {x.name: x for family in FAMILIES for x in family.DESCRIPTIONS}
 # Public names that compute nothing by themselves: modules, contexts, types and reports.

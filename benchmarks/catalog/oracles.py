@@ -292,6 +292,22 @@ def _scaled_ragged_dot(lhs: Any, rhs: Any, sizes: Any, lhs_scales: Any, rhs_scal
     return _masked_products(rows, matrices.mT, sizes)
 
 
+def _causal_conv1d(
+    x: Any, weights: Any, bias: Any = None, activation: Any = None, state: Any = None
+) -> Any:
+    width, channels = weights.shape
+    zeros = jnp.zeros((*x.shape[:-2], width - 1, channels), x.dtype)
+    inputs = jnp.concatenate((zeros if state is None else state, x), -2)
+    sequences = inputs.reshape(-1, *inputs.shape[-2:])
+    out = lax.conv_general_dilated(
+        sequences, weights[:, None], (1,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"),
+        feature_group_count=channels,
+    ).reshape(x.shape)  # fmt: skip
+    out = out if bias is None else out + bias
+    out = jax.nn.silu(out) if activation == "silu" else out
+    return out if state is None else (out, inputs[..., x.shape[-2] :, :])
+
+
 def _newton_schulz(x: Any, precision: Any = None) -> Any:
     x = x / (jnp.sqrt((x * x).sum((-2, -1), keepdims=True)) + 1e-8)
     for _ in range(5):
@@ -319,6 +335,7 @@ ORACLES = SimpleNamespace(
         **_namesakes(jtk, _MODULES),
         "attention": _attention,
         "all_gather_matmul": _all_gather_matmul,
+        "causal_conv1d": _causal_conv1d,
         "fp8_dot_general": lax.dot_general,
         "gated_linear": _gated_linear,
         "linear": _linear,

@@ -24,7 +24,7 @@ struct QueryTile {
   uint32 loaded, loaded_barrier;
   Ring ring;
   AccumulatorPlace place;
-  // The number of a consumer, and the first of its queries.
+  // A consumer's number and the first of its queries.
   int consumer = threadIdx.x / 128, first_query;
 
   QueryTile(const AttentionShape& shape, const Functions& functions, const int32* counts,
