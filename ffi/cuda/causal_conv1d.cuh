@@ -207,8 +207,8 @@ class CausalConv {
     }
   }
 
-  // Of the thread's chunk; the first one has the state's too. `slopes` are those of the steps that
-  // read the input.
+  // The inputs are those of the chunk; the first chunk has the state, too. `slopes` are of the
+  // steps that read the input.
   void store_d_input(int time, const Window& slopes, T* d_x, T* d_state) const {
     if (time < (first_ == 0 ? -kHistory : first_)) return;
     float sums[kVector];

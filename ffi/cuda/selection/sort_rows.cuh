@@ -59,7 +59,7 @@ inline OrderedBits<T> sort_key(OrderedBits<T> bits) {
 inline constexpr int kSortDigitBits = 8;
 inline constexpr uint32 kSortDigits = 1u << kSortDigitBits;
 
-// Of a warp and a digit: the lanes whose elements have it, and how many elements before had it;
+// A warp has for each digit the lanes whose elements have it, and how many elements before had it;
 // later, where the next one goes.
 struct alignas(8) DigitPlace {
   uint32 lanes;

@@ -32,8 +32,8 @@ _DIGIT_BITS = 8
 # Bytes of a warp's counts of a digit, and of a column in shared memory.
 _COUNT_BYTES, _SHARED_COLUMN_BYTES = 8, 2
 _STATIC_SHARED_BYTES = 128
-# Of a warp: instructions of an element of each lane in a pass, and of the counts of a pass, and the
-# cycles that they take alone; and the instructions that an SM issues in a cycle.
+# A warp has these instructions for an element of each lane in a pass, and for the counts of a pass.
+# Then the cycles that they take alone, and the instructions that an SM issues in a cycle.
 _ITEM_INSTRUCTIONS, _PASS_INSTRUCTIONS = 45, 250
 _ITEM_LATENCY, _PASS_LATENCY = 110, 600
 _INSTRUCTIONS_A_CYCLE = 2
