@@ -30,7 +30,7 @@ from jax_tilekern.plans.attention.sm90 import (
     Bias,
     Tiles,
     bias_refusal,
-    gradient_refusal,
+    derivative_refusal,
     plan_backward,
     plan_bias_gradient,
     plan_forward,
@@ -120,7 +120,7 @@ def ways_by_key(
         problem = _problem(name, avals, scores, wanted)
     except Untranslatable as error:
         return ways, str(error)
-    if name == "backward" and (why := gradient_refusal(problem)):
+    if name != "forward" and (why := derivative_refusal(problem)):
         return ways, why
     reason = "tiles of scores"
     share = _share(name, avals, scores, wanted, problem)

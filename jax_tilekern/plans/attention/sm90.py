@@ -153,10 +153,10 @@ def refusal(problem: Attention, gpu: Gpu) -> str:
     return ""
 
 
-def gradient_refusal(problem: Attention) -> str:
-    """Return why no kernel covers the gradient of a call that has a kernel, or nothing."""
+def derivative_refusal(problem: Attention) -> str:
+    """Return why no kernel covers the derivatives of a call that has a kernel, or nothing."""
     if max(problem.padded) > 2 * _CHUNK:
-        return f"kernels of gradients of attention have up to {2 * _CHUNK} features"
+        return f"kernels of derivatives of attention have up to {2 * _CHUNK} features"
     return ""
 
 
@@ -164,7 +164,7 @@ def bias_refusal(problem: Attention, bias: Bias) -> str:
     """Return why no kernel covers the gradient of the bias of a call with kernels, or nothing."""
     if bias.dtype not in (F32, BF16, F16):
         return f"kernels of gradients of a bias have no {bias.dtype}"
-    if why := gradient_refusal(problem):
+    if why := derivative_refusal(problem):
         return why
     if bias.shape[3] != problem.keys:
         # Sums over the keys are of derivatives that cancel but for the rounding of the result.
@@ -212,7 +212,7 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
     Operands are query, key, value, the gradient of out, statistics (``backward.cuh``), lists of
     tiles of queries for tiles of keys, lists of tiles of keys for tiles of queries, and arrays.
     """
-    if why := refusal(problem, gpu) or gradient_refusal(problem):
+    if why := refusal(problem, gpu) or derivative_refusal(problem):
         return NoKernel(why)
     by_keys, by_queries = problem.backward_tiles()
     features, values = problem.padded
@@ -267,10 +267,8 @@ def plan_tangent(
     Operands are query, key, value, out, statistics (``backward.cuh``), the tangents of those of
     query, key and value that have one, lists of tiles of keys, and arrays.
     """
-    if why := refusal(problem, gpu):
+    if why := refusal(problem, gpu) or derivative_refusal(problem):
         return NoKernel(why)
-    if max(problem.padded) > 2 * _CHUNK:
-        return NoKernel(f"kernels of tangents of attention have up to {2 * _CHUNK} features")
     tiles = problem.tangent_tiles()
     features, values = problem.padded
     lists = 2 if problem.listed else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax_tilekern.plans.attention.sm90 import Attention
 from jax_tilekern.plans.candidate import Costed
@@ -15,13 +16,31 @@ KERNELS, CUDNN = "kernels", "cuDNN"
 _TILE = 128  # queries of a CTA
 # An SM evaluates so many exponentials in a cycle.
 _EXPONENTIALS = 16
-# What XLA launches for a block of scores, and the bytes of each score that it moves, by whether
-# it is a gradient: products write scores in float32, and a softmax reads them twice. Operands are
-# read several times.
-_XLA_LAUNCHES = {False: 6, True: 12}
-_XLA_BYTES = {False: 20, True: 44}
-_XLA_READS = 3
-_BLOCK = 1 << 25  # scores
+_BLOCK = 1 << 25  # scores of a block of XLA's
+_XLA_READS = 3  # of operands
+
+
+class _Blocks(NamedTuple):
+    """How XLA computes a block of scores.
+
+    Attributes
+    ----------
+    launches
+        Of a block.
+    bytes
+        Moved for each score: products write float32, and a softmax reads them twice.
+    products
+        Of keys and of values.
+    """
+
+    launches: int
+    bytes: int
+    products: tuple[int, int]
+
+
+_VALUE = _Blocks(6, 20, (1, 1))
+_GRADIENT = _Blocks(12, 44, (3, 2))
+_GRADIENT_OF_ARRAYS = _Blocks(8, 24, (1, 1))
 
 
 @dataclass(frozen=True)
@@ -65,7 +84,7 @@ class Pass:
     @property
     def operations(self) -> float:
         """The fewest multiply-adds: two products of a value, and five of a gradient."""
-        return self.scores * self.features(*((3, 2) if self.is_gradient else (1, 1)))
+        return self.scores * self.features((3, 2) if self.is_gradient else (1, 1))
 
     @property
     def bytes(self) -> float:
@@ -78,8 +97,9 @@ class Pass:
         biases = self.arrays * sizes.heads * sizes.queries * sizes.keys
         return sizes.dtype.itemsize * passes * float((rows + keys) * both + biases)
 
-    def features(self, of_keys: int, of_values: int) -> int:
+    def features(self, products: tuple[int, int]) -> int:
         """Return the multiply-adds of a score by so many products of keys and of values."""
+        of_keys, of_values = products
         return of_keys * self.sizes.features + of_values * self.sizes.value_features
 
 
@@ -104,7 +124,8 @@ def ways_of(call: Pass, gpu: Gpu, keys: Collection[str]) -> list[Way]:
 
 def workload_of(call: Pass, gpu: Gpu) -> Workload:
     """Return the workload of a pass, with the estimate of the time of XLA's blocks of scores."""
-    return attention_workload(call, _xla_microseconds(call, gpu))
+    cycles = _xla_cycles(call, gpu, _GRADIENT if call.is_gradient else _VALUE)
+    return attention_workload(call, cycles / gpu.rates.cycles_per_microsecond)
 
 
 def _cycles(call: Pass, gpu: Gpu, key: str) -> float:
@@ -124,26 +145,25 @@ def _cycles(call: Pass, gpu: Gpu, key: str) -> float:
     tiles = sizes.batch * sizes.heads * math.ceil(sizes.queries / _TILE)
     rounds = math.ceil(tiles / gpu.sm_count)
     scores_of_tile = call.share * _TILE * sizes.keys
-    multiplied = scores_of_tile * call.features(*products) / rates.wgmma_macs["bf16"]
+    multiplied = scores_of_tile * call.features(products) / rates.wgmma_macs["bf16"]
     evaluated = scores_of_tile * exponentials / _EXPONENTIALS
     computed = rounds * (rates.cta_cycles + max(multiplied, evaluated))
     moved = call.bytes / rates.memory_bandwidth
     launched = rates.launch_cycles + (launches - 1) * rates.next_launch_cycles
-    by_xla = 0.0
-    if call.of_arrays and key == KERNELS:
-        by_xla = _xla_microseconds(call, gpu) * rates.cycles_per_microsecond
+    of_arrays = call.of_arrays > 0 and key == KERNELS
+    by_xla = _xla_cycles(call, gpu, _GRADIENT_OF_ARRAYS) if of_arrays else 0.0
     return launched + max(computed, moved) + by_xla
 
 
-def _xla_microseconds(call: Pass, gpu: Gpu) -> float:
+def _xla_cycles(call: Pass, gpu: Gpu, blocks: _Blocks) -> float:
     """Return the estimate of XLA's blocks, which compute the scores that a mask hides, too."""
     rates, scores = gpu.rates, call.scores / call.share
-    launches = _XLA_LAUNCHES[call.is_gradient] * math.ceil(scores / _BLOCK)
-    operations = call.operations / call.share
-    cycles = (
+    launches = blocks.launches * math.ceil(scores / _BLOCK)
+    moved = scores * blocks.bytes + _XLA_READS * call.bytes
+    multiplied = scores * call.features(blocks.products)
+    return (
         rates.launch_cycles
         + launches * rates.next_launch_cycles
-        + operations / (gpu.sm_count * rates.wgmma_macs["bf16"])
-        + (scores * _XLA_BYTES[call.is_gradient] + _XLA_READS * call.bytes) / rates.memory_bandwidth
+        + multiplied / (gpu.sm_count * rates.wgmma_macs["bf16"])
+        + moved / rates.memory_bandwidth
     )
-    return cycles / rates.cycles_per_microsecond
