@@ -46,6 +46,8 @@ from jax_tilekern.ops.products.strassen import strassen_matmul
 from jax_tilekern.ops.products.tensor_products import einsum, inner, multi_dot, tensordot, vecdot
 from jax_tilekern.ops.products.vector_products import dot, matvec, vdot, vecmat
 from jax_tilekern.ops.quantisation.quantize import quantize
+from jax_tilekern.ops.scans.cumulative import cumlogsumexp, cummax, cummin, cumprod, cumsum
+from jax_tilekern.ops.scans.linear_recurrence import linear_recurrence
 
 # Loaded for what it replaces inside patch().
 from jax_tilekern.ops.segments import row_updates as _row_updates  # noqa: F401
@@ -90,6 +92,11 @@ __all__ = [
     "checkpoint_policies",
     "cost_analysis",
     "cuda_kernel",
+    "cumlogsumexp",
+    "cummax",
+    "cummin",
+    "cumprod",
+    "cumsum",
     "cxx_type",
     "dot",
     "dot_general",
@@ -105,6 +112,7 @@ __all__ = [
     "linalg",
     "linear",
     "linear_cross_entropy",
+    "linear_recurrence",
     "matmul",
     "matmul_reduce_scatter",
     "matvec",

@@ -24,7 +24,7 @@ FAMILIES = [
     {"linalg", "kernel", "mixture", "cross_entropy"},
     {"muon", "cuda_kernel"},
     {"products"},
-    {"quantisation", "segments", "selection", "convolution", "arrays"},
+    {"quantisation", "segments", "selection", "scans", "convolution", "arrays"},
 ]
 
 

@@ -15,13 +15,14 @@ from benchmarks.catalog import (
     optimisers,
     products,
     quantised,
+    scans,
     segments,
     selection,
 )
 
 FAMILIES = (
     arrays, attention, convolution, cuda_kernel, epilogues, grouped, lanes, linalg, mixture,
-    optimisers, products, quantised, segments, selection,
+    optimisers, products, quantised, scans, segments, selection,
 )  # fmt: skip
 DESCRIPTIONS = {x.name: x for family in FAMILIES for x in family.DESCRIPTIONS}
 # Public names that compute nothing by themselves: modules, contexts, types and reports.

@@ -251,6 +251,34 @@ def _top_k(x: Any, k: int, *, axis: int) -> Any:
     return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
 
 
+def _cumulative(name: str) -> Any:
+    def cumulative(
+        a: Any, axis: int | None = None, dtype: Any = None, *, reverse: bool = False
+    ) -> Any:
+        function = getattr(jnp, name)
+        if not reverse:
+            return function(a, axis, dtype)
+        a, axis = (jnp.ravel(a), 0) if axis is None else (a, axis)
+        return jnp.flip(function(jnp.flip(a, axis), axis, dtype), axis)
+
+    return cumulative
+
+
+def _linear_recurrence(
+    a: Any, b: Any, *, axis: int, reverse: bool = False, initial: Any = None
+) -> Any:
+    a, b = jnp.broadcast_arrays(a, b)
+    if initial is not None:
+        first = -1 if reverse else 0
+        along = [first if i == axis % a.ndim else slice(None) for i in range(a.ndim)]
+        b = b.at[tuple(along)].add(a[tuple(along)] * initial)
+
+    def combine(x: Any, y: Any) -> Any:
+        return x[0] * y[0], y[0] * x[1] + y[1]
+
+    return lax.associative_scan(combine, (a, b), reverse, axis)[1]
+
+
 def _quantize(x: Any) -> Any:
     """Blocks of 128 elements of a row, each with one scale."""
     columns, blocks = x.shape[-1], -(-x.shape[-1] // 128)
@@ -336,10 +364,13 @@ ORACLES = SimpleNamespace(
         "attention": _attention,
         "all_gather_matmul": _all_gather_matmul,
         "causal_conv1d": _causal_conv1d,
+        "cumprod": _cumulative("cumprod"),
+        "cumsum": _cumulative("cumsum"),
         "fp8_dot_general": lax.dot_general,
         "gated_linear": _gated_linear,
         "linear": _linear,
         "linear_cross_entropy": _linear_cross_entropy,
+        "linear_recurrence": _linear_recurrence,
         "matmul": _matmul,
         "matmul_reduce_scatter": _matmul_reduce_scatter,
         "moe": _moe,

@@ -102,6 +102,16 @@ inline float load_global(const float* address) {
   return value;
 }
 
+// Loads and stores 64 bits at once that threads of other CTAs store and load meanwhile.
+inline uint64 load_relaxed(const uint64* address) {
+  uint64 bits;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(bits) : "l"(address) : "memory");
+  return bits;
+}
+inline void store_relaxed(uint64* address, uint64 bits) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(bits) : "memory");
+}
+
 // Loads kWords 32-bit words of shared memory in one instruction.
 template <int kWords>
 inline void load_shared(uint32 (&words)[kWords], uint32 address) {

@@ -578,6 +578,13 @@ struct Ptx {
       OP(0) = read<std::uint16_t>(global_at(OP(1), 2));
     } else if constexpr (has("ld.shared") || has("ld.global")) {
       load(operands...);
+    } else if constexpr (has("ld.relaxed.gpu.global")) {
+      // A thread that reads what others write may wait for it.
+      yield();
+      load(operands...);
+    } else if constexpr (has("st.relaxed.gpu.global")) {
+      progress = true;
+      store(operands...);
     } else if constexpr (has("st.shared") || has("st.global")) {
       store(operands...);
     } else if constexpr (has("prmt.b32")) {

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jax_tilekern.interop import compat, ffi
-from jax_tilekern.interop.originals import lax
+from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.segments.batches import first_of_batches
 from jax_tilekern.ops.segments.keys import bins_of

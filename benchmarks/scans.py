@@ -1,0 +1,89 @@
+"""``scans``: cumulative reductions and linear recurrences against JAX's own."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jax_tilekern as jtk
+from benchmarks.programs import Arrays, Program, program_command
+
+_BF16, _F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+
+
+def _normal(*shape: int, dtype: Any = _F32, seed: int = 1) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def _coefficients(*shape: int, dtype: Any = _F32) -> Any:
+    return jax.random.uniform(jax.random.key(0), shape, np.float32, 0.5, 1).astype(dtype)
+
+
+def _by_associative_scan(a: Any, b: Any) -> Any:
+    def combine(x: Any, y: Any) -> Any:
+        return x[0] * y[0], y[0] * x[1] + y[1]
+
+    return lax.associative_scan(combine, (a, b), axis=1)[1]
+
+
+def _cumulative(name: str, shape: tuple[int, ...], dtype: Any = _F32) -> Program:
+    axis = len(shape) - 1
+    return Program(
+        f"{name} {' x '.join(map(str, shape))}, {dtype}",
+        lambda: (_normal(*shape, dtype=dtype),),
+        {
+            "ours": lambda x: getattr(jtk, name)(x, axis),
+            "XLA": lambda x: getattr(lax, name)(x, axis),
+        },
+        group=f"`{name}`",
+    )
+
+
+def _recurrences(shape: tuple[int, ...], dtype: Any = _F32) -> Iterator[Program]:
+    """Yield a recurrence along axis 1, and its gradient."""
+    title = f"{' x '.join(map(str, shape))}, {dtype}"
+
+    def operands(*, gradient: bool) -> Arrays:
+        cotangent = [_normal(*shape, dtype=dtype, seed=2)] if gradient else []
+        return _coefficients(*shape, dtype=dtype), _normal(*shape, dtype=dtype), *cotangent
+
+    def pulled(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda a, b, cotangent: jax.vjp(f, a, b)[1](cotangent)
+
+    ours: Callable[..., Any] = functools.partial(jtk.linear_recurrence, axis=1)
+    sides: dict[str, Callable[..., Any]] = {"ours": ours, "XLA": _by_associative_scan}
+    yield Program(
+        f"recurrence {title}", functools.partial(operands, gradient=False), sides,
+        group="`linear_recurrence`",
+    )  # fmt: skip
+    yield Program(
+        f"gradient {title}", functools.partial(operands, gradient=True),
+        {name: pulled(f) for name, f in sides.items()}, group="`linear_recurrence`, gradient",
+    )  # fmt: skip
+
+
+def _programs(_: argparse.Namespace) -> Iterator[Program]:
+    sizes: tuple[tuple[int, ...], ...] = (
+        (2**24,), (4096, 4096), (64, 65536), (1024,), (100_000,), (256, 1000), (1_000_000,)
+    )  # fmt: skip
+    for size in sizes:
+        yield _cumulative("cumsum", size)
+    yield _cumulative("cumsum", (64, 65536), _BF16)
+    for name in ("cummax", "cumlogsumexp"):
+        yield _cumulative(name, (4096, 4096))
+    shapes: tuple[tuple[int, ...], ...] = (
+        (8, 2048, 4096), (1, 65536, 128), (4, 256, 64), (1, 4096, 256), (512, 16384)
+    )  # fmt: skip
+    for shape in shapes:
+        yield from _recurrences(shape)
+    yield from _recurrences((8, 2048, 4096), _BF16)
+
+
+COMMAND = program_command("scans", _programs)

@@ -1,0 +1,183 @@
+// The hand-over between the tiles of a scan, and what the scan kernels share.
+//
+// A kernel is a template of a scan, a functor that `plans/scans/scan_text.py` generates:
+//
+//   struct Scan {
+//     struct Value {...};                // what is combined: 32-bit and 64-bit numbers
+//     struct Vector {...};               // the bits of adjacent elements of each array
+//     static constexpr int kVector = 4;  // elements of a vector
+//     static constexpr bool kReverse, kInitial;
+//     Vector load(int64 at, int count, const Row& row) const;
+//     static Value value(const Vector& vector, int i);
+//     static Value combine(const Value& earlier, const Value& later);
+//     Value initial(int64 sequence) const;  // what precedes the first element, with kInitial
+//     void store(int64 at, int count, const Value (&values)[kVector]) const;
+//   };
+//
+// `combine` need not have a neutral element, so kernels keep account of what is preceded by
+// something. Elements beyond the end of a sequence come after all others in its order, whatever
+// they are.
+//
+// A tile publishes its *aggregate*, the combination of its elements. Tiles are in groups. What
+// precedes a tile is what precedes its group, combined with the aggregates of the tiles of its
+// group before it, in order. The last tile of a group publishes what precedes the next group. So
+// the result has the same bits whatever the order in which CTAs run, and there is one wait for each
+// group, and not one for each tile. CTAs take tiles by tickets, so those before have started.
+#pragma once
+
+#include "ptx.cuh"
+#include "scalar_functions.cuh"
+#include "vector_loads.cuh"
+
+namespace tilekern {
+
+inline constexpr uint64 kPublished = uint64{1} << 32;
+
+// A value as words. Each is published with a mark, as 64 bits that are written at once, so that
+// nothing else has to be ordered.
+template <typename Value>
+struct ValueWords {
+  static constexpr int kCount = static_cast<int>(sizeof(Value) / 4);
+  uint32 words[kCount];
+};
+
+template <typename Value>
+inline void publish(uint64* slots, int64 number, const Value& value) {
+  const auto own = __builtin_bit_cast(ValueWords<Value>, value);
+  slots += number * ValueWords<Value>::kCount;
+#pragma unroll
+  for (int i = 0; i < ValueWords<Value>::kCount; ++i) {
+    store_relaxed(slots + i, kPublished | own.words[i]);
+  }
+}
+
+// Waits until the value has been published.
+template <typename Value>
+inline Value awaited(const uint64* slots, int64 number) {
+  ValueWords<Value> found;
+  slots += number * ValueWords<Value>::kCount;
+#pragma unroll
+  for (int i = 0; i < ValueWords<Value>::kCount; ++i) {
+    uint64 slot;
+    do {
+      slot = load_relaxed(slots + i);
+    } while (slot < kPublished);
+    found.words[i] = static_cast<uint32>(slot);
+  }
+  return __builtin_bit_cast(Value, found);
+}
+
+// Zeros the ticket counter and what is published.
+__global__ void __launch_bounds__(256) clear_published(uint64* slots, int64 count) {
+  launch_dependents();
+  const int64 threads = static_cast<int64>(gridDim.x) * 256;
+  for (int64 i = static_cast<int64>(blockIdx.x) * 256 + threadIdx.x; i < count; i += threads) {
+    slots[i] = 0;
+  }
+}
+
+// The number of the CTA's tile; slot 0 counts tickets. All threads of the CTA call it.
+inline uint32 take_ticket(uint64* slots) {
+  __shared__ uint32 ticket;
+  wait_for_prerequisites();
+  if (threadIdx.x == 0) ticket = atomicAdd(reinterpret_cast<uint32*>(slots), 1u);
+  __syncthreads();
+  return ticket;
+}
+
+// Where an array has a sequence, and the distance from an element to the one before in its order.
+struct Row {
+  int64 begin;
+  int64 end;
+  int64 before;
+};
+
+// Loads adjacent elements, the first `count` of kBytes.
+template <int kBytes, typename T>
+inline Bits<kBytes> load_elements(const T* from, int count) {
+  constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
+  if (count == kElements) return load_once<kBytes>(from);
+  Bits<kBytes> bits = {};
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    if (i < count) reinterpret_cast<T*>(bits.words)[i] = from[i];
+  }
+  return bits;
+}
+
+// Stores elements of kParts numbers each that fill kBytes, the first `count`.
+template <int kBytes, int kParts, typename T, int kNumbers>
+inline void store_elements(T* to, const T (&elements)[kNumbers], int count) {
+  if (count * kParts == kNumbers) {
+    *reinterpret_cast<WordOf<kBytes>*>(to) = reinterpret_cast<const WordOf<kBytes>&>(elements);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kNumbers; ++i) {
+    if (i < count * kParts) to[i] = elements[i];
+  }
+}
+
+// Loads for each element of a sequence along which vectors lie the one before it.
+template <int kBytes, typename T>
+inline Bits<kBytes> load_before_along(const T* array, int64 at, int count, const Row& row) {
+  constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
+  Bits<kBytes> bits = {};
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    const int64 place = at + i + row.before;
+    if (i < count && row.begin <= place && place < row.end)
+      reinterpret_cast<T*>(bits.words)[i] = array[place];
+  }
+  return bits;
+}
+
+// The same where vectors lie across sequences.
+template <int kBytes, typename T>
+inline Bits<kBytes> load_before_across(const T* array, int64 at, const Row& row) {
+  const int64 place = at + row.before;
+  return row.begin <= place && place < row.end ? load_once<kBytes>(array + place) : Bits<kBytes>{};
+}
+
+// The value of another lane.
+template <typename Value>
+inline Value value_of_lane(const Value& value, int lane) {
+  auto own = __builtin_bit_cast(ValueWords<Value>, value);
+#pragma unroll
+  for (uint32& word : own.words) word = __shfl_sync(~0u, word, lane);
+  return __builtin_bit_cast(Value, own);
+}
+template <typename Value>
+inline Value value_of_lane_before(const Value& value, uint32 step) {
+  auto own = __builtin_bit_cast(ValueWords<Value>, value);
+#pragma unroll
+  for (uint32& word : own.words) word = __shfl_up_sync(~0u, word, step);
+  return __builtin_bit_cast(Value, own);
+}
+
+// The combination of the values of this lane and those before.
+template <class Scan>
+inline typename Scan::Value scanned_over_lanes(typename Scan::Value value) {
+#pragma unroll
+  for (uint32 step = 1; step < 32; step *= 2) {
+    const auto before = value_of_lane_before(value, step);
+    if (threadIdx.x % 32 >= step) value = Scan::combine(before, value);
+  }
+  return value;
+}
+
+// What may be preceded by nothing.
+template <class Scan>
+struct Prefix {
+  using Value = typename Scan::Value;
+  Value value;
+  bool is_some;
+
+  // Combines with what comes after.
+  void append(const Value& later) {
+    value = is_some ? Scan::combine(value, later) : later;
+    is_some = true;
+  }
+};
+
+}  // namespace tilekern

@@ -1,0 +1,1 @@
+"""Scans: cumulative reductions, linear recurrences, and associative functions."""

@@ -1,0 +1,28 @@
+"""The time of a scan by kernels and by XLA's operation, in microseconds."""
+
+from __future__ import annotations
+
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.scans.problem import Scan
+
+# The share of the memory's bandwidth at which XLA reads operands and writes results: measured on an
+# H200 for cumulative sums and recurrences of 33 MB to 805 MB, 0.26 to 0.29.
+_XLA_SHARE = 0.29
+# The same of the kernels, an estimate.
+_SHARE = 0.75
+
+
+def kernel_microseconds(scan: Scan, gpu: Gpu, *, looks_back: bool) -> float:
+    cycles = gpu.rates.launch_cycles + _memory_cycles(scan, gpu) / _SHARE
+    if looks_back:
+        cycles += gpu.rates.next_launch_cycles
+    return cycles / gpu.rates.cycles_per_microsecond
+
+
+def xla_microseconds(scan: Scan, gpu: Gpu) -> float:
+    cycles = gpu.rates.launch_cycles + _memory_cycles(scan, gpu) / _XLA_SHARE
+    return cycles / gpu.rates.cycles_per_microsecond
+
+
+def _memory_cycles(scan: Scan, gpu: Gpu) -> float:
+    return scan.bytes / gpu.rates.memory_bandwidth

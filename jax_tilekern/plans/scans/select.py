@@ -1,0 +1,30 @@
+"""Which kernel scans."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
+from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.plans.scans.column_scan import ColumnScan
+from jax_tilekern.plans.scans.cost import kernel_microseconds, xla_microseconds
+from jax_tilekern.plans.scans.problem import Scan
+from jax_tilekern.plans.scans.row_scan import RowScan
+
+# XLA fuses its operation with what surrounds it, so a kernel has to be faster by as much.
+_MARGIN = 1.1
+
+
+def plan_scan(scan: Scan, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan scans along the innermost dimension, or along one with columns after it."""
+    kernel = RowScan(scan) if scan.columns == 1 else ColumnScan(scan)
+    ours = kernel_microseconds(scan, gpu, looks_back=kernel.tiles > 1)
+    xla = xla_microseconds(scan, gpu)
+    times = PredictedUs(ours, xla)
+    if current_policy() != "kernels" and xla <= _MARGIN * ours:
+        return NoKernel("XLA's operation is predicted to be as fast", times)
+    plan = kernel.plan(gpu)
+    if isinstance(plan, NoKernel):
+        return plan
+    return dataclasses.replace(plan, predicted_us=times)

@@ -1,0 +1,171 @@
+"""Scans whose kernels are emulated: tiles that look back, groups of them, and derivatives."""
+
+import dataclasses
+import functools
+
+import emulated_plans
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_gpu import emulated_gpu
+from products import BF16, F32, F64, H100
+
+import jax_tilekern as jtk
+from jax_tilekern.ops.scans.combinations import combination
+from jax_tilekern.ops.scans.lowering import scan_input
+from jax_tilekern.plans.scans.column_scan import ColumnScan
+from jax_tilekern.plans.scans.problem import Scan
+from jax_tilekern.plans.scans.row_scan import RowScan
+
+pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+
+
+def composed(earlier, later):
+    """Affine maps, whose order matters."""
+    return [earlier[0] * later[0], later[0] * earlier[1] + later[1]]
+
+
+def composition(outer, length, columns, dtype=F32, *, reverse=False, initial=False):
+    inputs = (scan_input(dtype), scan_input(dtype))
+    given = ("1", None) if initial else ()
+    combined = combination(composed, (dtype, dtype))
+    return Scan("maps", outer, length, columns, reverse, inputs, (0, 1), combined, given)
+
+
+def states(a, b, axis, reverse=False, first=0.0):
+    """The recurrence in float64, and what its rounding errors are relative to."""
+    a, b = (np.moveaxis(np.asarray(x, np.float64), axis, 0) for x in (a, b))
+    order = slice(None, None, -1 if reverse else 1)
+    results = []
+    for x, y, state in ((a, b, first), (abs(a), abs(b), abs(first))):
+        found = np.zeros_like(y)
+        for t in range(len(y))[order]:
+            found[t] = state = x[t] * state + y[t]
+        results.append(np.moveaxis(found, 0, axis))
+    return results
+
+
+def assert_states(found, expected, terms, dtype=F32):
+    value, magnitude = expected
+    slack = 4 * (terms + 2) * 2.0**-24 * magnitude + 2.0**-100
+    if dtype == BF16:
+        slack = slack + 2.0**-8 * abs(value)
+    assert (abs(np.asarray(found, np.float64) - value) <= slack).all()
+
+
+def drawn(rng, shape, dtype=F32):
+    return rng.uniform(0.5, 1, shape).astype(dtype), rng.standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("scan", "group"),
+    [
+        # Three tiles of a row, of which the last is not whole; tiles are groups, or pairs are.
+        (composition(2, 9001, 1), 1),
+        (composition(2, 9001, 1, reverse=True, initial=True), 2),
+        # The vectors of a single row need not end with it.
+        (composition(1, 20_003, 1, initial=True), 256),
+        # Rows of few elements.
+        (composition(5, 37, 1, BF16, reverse=True), 256),
+        (composition(3, 700, 1, F64), 256),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backwards", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_rows(rng, scan, group, backwards):
+    run_scan(rng, scan, RowScan(scan, group), (scan.outer, scan.length), 1, backwards)
+
+
+@pytest.mark.parametrize(
+    "scan",
+    [
+        # More tiles than a group has.
+        composition(1, 35_000, 1 + 1),
+        composition(2, 1100, 9, reverse=True, initial=True),
+        composition(1, 300, 70, BF16, initial=True),
+        composition(3, 17, 5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backwards", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_columns(rng, scan, backwards):
+    shape = (scan.outer, scan.length, scan.columns)
+    run_scan(rng, scan, ColumnScan(scan), shape, 1, backwards)
+
+
+def run_scan(rng, scan, kernel, shape, axis, backwards):
+    dtype = scan.inputs[0].dtype
+    a, b = drawn(rng, shape, dtype)
+    operands, first = [a, b], 0.0
+    if scan.initial:
+        state = (*shape[:axis], *shape[axis + 1 :])
+        first = rng.standard_normal(state).astype(dtype)
+        operands.append(first)
+    with emulated_plans.record() as recorded:
+        plan = kernel.plan(H100)
+    results = emulated_plans.run_plan(
+        plan, recorded, operands, [(shape, dtype)] * 2, backwards=backwards
+    )
+    products = np.cumprod(np.flip(a.astype(F64), axis) if scan.reverse else a.astype(F64), axis)
+    products = np.flip(products, axis) if scan.reverse else products
+    first = np.asarray(first, F64)
+    assert_states(results[1], states(a, b, axis, scan.reverse, first), scan.length, dtype)
+    assert_states(results[0], (products, products), scan.length, dtype)
+
+
+def recurrence_by_jax(a, b, *, axis, reverse=False, initial=None):
+    with jtk.policy("xla"):
+        return jtk.linear_recurrence(a, b, axis=axis, reverse=reverse, initial=initial)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "reverse"), [((3, 5000), 1, False), ((2, 300, 33), 1, True)]
+)
+def test_gradients(rng, shape, axis, reverse):
+    a, b = drawn(rng, shape)
+    first = rng.standard_normal(shape[:axis] + shape[axis + 1 :]).astype(F32)
+    cotangent = rng.standard_normal(shape).astype(F32)
+
+    def gradients(function):
+        function = functools.partial(function, axis=axis, reverse=reverse)
+        loss = lambda a, b, x: (function(a, b, initial=x) * cotangent).sum()  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(a, b, first)
+
+    wanted = gradients(recurrence_by_jax)
+    with emulated_gpu() as ran:
+        found = gradients(jtk.linear_recurrence)
+    assert len(ran) == 2
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "axis"),
+    [
+        ("cumsum", np.int8, (3, 200), 1), ("cumprod", np.complex64, (2, 40, 9), 1),
+        ("cummax", BF16, (3, 200), 1), ("cummin", F32, (70, 8), 0),
+        ("cumlogsumexp", F32, (3, 200), 1), ("cumsum", np.bool_, (3, 200), 1),
+    ],
+)  # fmt: skip
+def test_cumulative(rng, name, dtype, shape, axis):
+    x = rng.standard_normal(shape)
+    if dtype == np.complex64:
+        x = np.exp(1j * x)
+    x = np.array(jnp.asarray(3 * x if dtype == np.int8 else x).astype(dtype))
+    if name in ("cummax", "cummin"):
+        x[..., 1, 3] = np.nan
+    wanted = getattr(jnp if name in ("cumsum", "cumprod") else jax.lax, name)(x, axis)
+    with emulated_gpu() as ran:
+        found = jax.jit(lambda x: getattr(jtk, name)(x, axis))(x)
+    assert len(ran) == 1
+    assert found.dtype == wanted.dtype
+    wide = np.complex128 if dtype == np.complex64 else F64
+    found, wanted = (np.asarray(z).astype(wide) for z in (found, wanted))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_values_that_no_shared_memory_holds():
+    scan = composition(1, 100, 40)
+    wide = dataclasses.replace(scan, inputs=scan.inputs * 16, name="wide")
+    assert "bytes" in ColumnScan(wide).plan(H100).reason

@@ -1,0 +1,96 @@
+"""What the descriptions of scans do not draw: long sequences, errors, signatures, choices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from products import BF16, F16, F32
+from test_emulated_scans import assert_states, drawn, states
+
+import jax_tilekern as jtk
+
+C64 = np.dtype(np.complex64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((1, 200_001), 1), ((300_000,), 0), ((2, 9000, 33), 1), ((5000, 2, 3), 0), ((70, 4), 0)],
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_long_sequences(rng, shape, axis, dtype):
+    a, b = drawn(rng, shape, dtype)
+    first = rng.standard_normal(shape[:axis] + shape[axis + 1 :]).astype(dtype)
+    for reverse in (False, True):
+        found = jtk.linear_recurrence(a, b, axis=axis - b.ndim, reverse=reverse, initial=first)
+        expected = states(a, b, axis, reverse, np.asarray(first, np.float64))
+        assert found.dtype == dtype
+        assert_states(found, expected, shape[axis], dtype)
+
+
+def test_same_bits_in_repeated_runs(rng):
+    a, b = drawn(rng, (3, 40_000, 4))
+    run = jax.jit(lambda a, b: jtk.linear_recurrence(a, b, axis=1))
+    first = run(a, b)
+    assert all((run(a, b) == first).all() for _ in range(3))
+
+
+def test_operands_broadcast_and_are_promoted(rng):
+    a, b = drawn(rng, (6, 3))
+    found = jtk.linear_recurrence(a[0], b.astype(F16), axis=0, initial=2)
+    assert found.dtype == F32
+    same = jtk.linear_recurrence(
+        np.broadcast_to(a[0], b.shape), b.astype(F16).astype(F32), axis=0, initial=np.full(3, 2.0)
+    )
+    np.testing.assert_array_equal(found, same)
+    assert jtk.linear_recurrence(a, b.astype(C64), axis=1).dtype == C64
+    assert jtk.linear_recurrence(jnp.ones((0, 3)), jnp.ones((0, 3)), axis=0).shape == (0, 3)
+
+
+def test_an_infinite_input_stays_where_it_is(rng):
+    """What comes before an infinite or undefined number does not see it."""
+    a, b = drawn(rng, (2, 3000))
+    b[0, 1500], b[1, 1500] = np.inf, np.nan
+    found = np.asarray(jtk.linear_recurrence(a, b, axis=1))
+    assert np.isfinite(found[:, :1500]).all()
+    assert np.isinf(found[0, 1500])
+    assert np.isnan(found[1, 1500:]).all()
+
+
+def test_derivatives_of_ties_and_infinite_numbers_are_finite():
+    x = jnp.array([-jnp.inf, -jnp.inf, 1.0, 1.0, 0.0])
+    for name in ("cummax", "cummin", "cumlogsumexp"):
+        function = getattr(jtk, name)
+        gradient = jax.grad(lambda x, f=function: f(x)[2:].sum())(x)
+        assert jnp.isfinite(gradient).all(), name
+    # A factor of zero does not hide the derivatives of the others.
+    gradient = jax.grad(lambda x: jtk.cumprod(x)[-1])(jnp.array([2.0, 0.0, 3.0]))
+    np.testing.assert_array_equal(gradient, [0, 6, 0])
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "int32", lambda x: jtk.linear_recurrence(x.astype(int), 1, axis=0)),
+        (ValueError, "axis 2", lambda x: jtk.linear_recurrence(x, x, axis=2)),
+        (ValueError, "broadcast", lambda x: jtk.linear_recurrence(x, x[:3], axis=0)),
+        (ValueError, "initial", lambda x: jtk.linear_recurrence(x, x, axis=0, initial=x)),
+        (ValueError, "axis", lambda x: jtk.cumsum(x, 2)),
+        (ValueError, "axis", lambda x: jtk.cummax(x, -1)),
+        (TypeError, "complex64", lambda x: jtk.cummax(x.astype(C64))),
+        (NotImplementedError, "out", lambda x: jtk.cumsum(x, 0, None, x)),
+    ],
+)
+def test_errors(error, message, call):
+    with pytest.raises(error, match=message):
+        call(jnp.ones((4, 5)))
+
+
+@pytest.mark.defaults
+@pytest.mark.parametrize(
+    ("shape", "is_kernel"), [((4096, 4096), True), ((1 << 24,), True), ((1000,), False)]
+)
+def test_what_is_predicted_to_be_faster(shape, is_kernel):
+    x = jax.ShapeDtypeStruct(shape, F32)
+    with jtk.gpu_target("H200"):
+        (choice,) = jtk.explain(lambda x: jtk.cumsum(x, len(shape) - 1), x)
+    assert (choice.kernel is not None) == is_kernel, choice
