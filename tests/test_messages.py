@@ -202,6 +202,13 @@ CALLS = {
         (lambda f: jax.jit(lambda z: f(X, W, IDS, z_loss=z))(1.0), "z_loss is traced; .* static"),
         (lambda f: f("text", W, IDS), "requires ndarray or scalar arguments"),
     ],
+    "linear_recurrence": [
+        (lambda f: f(IDS, IDS, axis=0), "of type int32; they must be floats"),
+        (lambda f: f(X, X, axis=2), r"axis 2 is out of range for the shape \(4, 6\)"),
+        (lambda f: f(X, X, axis=None), "axis is None; it is an integer"),
+        (lambda f: f(X, W, axis=0), r"shapes \(4, 6\) and \(6, 8\) do not broadcast"),
+        (lambda f: f(X, X, axis=0, initial=X), r"initial has the shape \(4, 6\)"),
+    ],
     "kernel": [(lambda f: f(3), "a function, not 3")],
     "fuse": [(lambda f: f(3), "a function, got int")],
     "explain": [

@@ -12,7 +12,7 @@ inline constexpr int kRowScanWarps = kRowScanThreads / 32;
 struct RowScanShape {
   int64 length;
   uint32 rows;
-  // Of a row.
+  // What a row consists of.
   uint32 vectors;
   uint32 tiles;
   uint32 groups;

@@ -146,7 +146,7 @@ def cummax(operand: ArrayLike, axis: int = 0, reverse: bool = False) -> Array:
     Parameters
     ----------
     operand
-        Array of real numbers. After a NaN all maxima are NaN.
+        Array of numbers. After a NaN all maxima are NaN.
     axis
         The axis, which is not negative.
     reverse
@@ -155,9 +155,9 @@ def cummax(operand: ArrayLike, axis: int = 0, reverse: bool = False) -> Array:
     Raises
     ------
     ValueError
-        If the axis is out of range.
+        If the axis is negative or out of range.
     TypeError
-        If the operand is complex or no array.
+        If the operand is boolean or no array.
 
     Examples
     --------

@@ -104,13 +104,20 @@ def linear_recurrence(
             f"linear_recurrence: operands of type {dtype}; they must be floats or complex numbers"
         )
     a, b, *first = (compat.as_type(x, dtype) for x in given)
-    shape = np.broadcast_shapes(a.shape, b.shape)
+    if not isinstance(axis, int | np.integer):
+        raise TypeError(f"linear_recurrence: axis is {axis!r}; it is an integer")
+    try:
+        shape = np.broadcast_shapes(a.shape, b.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"linear_recurrence: the shapes {a.shape} and {b.shape} do not broadcast"
+        ) from error
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"linear_recurrence: axis {axis} is out of range for the shape {shape}")
     axis %= len(shape)
     state = shape[:axis] + shape[axis + 1 :]
     for x in first:
-        if np.broadcast_shapes(x.shape, state) != state:
+        if not _broadcasts(x.shape, state):
             raise ValueError(
                 f"linear_recurrence: initial has the shape {x.shape}, which does not broadcast to "
                 f"{state}, that of an element along axis {axis} of {shape}"
@@ -119,6 +126,11 @@ def linear_recurrence(
     first = [jnp.broadcast_to(x, state) for x in first]
     result: Array = recurrence(a, b, *first, axis=axis, reverse=bool(reverse), is_before=False)
     return result
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    sizes = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(n in (1, size) for n, size in sizes)
 
 
 def _combine(earlier: Sequence[Any], later: Sequence[Any]) -> list[Any]:
