@@ -207,7 +207,7 @@ def start() -> Iterator[str]:
 
 def _mean_and_slower(ratios: pd.Series[float]) -> str:
     share = (ratios < SLOWER).mean()
-    slower = f"{share:.0%} are slower by 3 % or more" if share else "none is slower by 3 %"
+    slower = f"{100 * share:.0f} % are slower by 3 % or more" if share else "none is slower by 3 %"
     return f"{_mean(ratios)} times XLA on average; {slower}, the worst {_number(ratios.min())}"
 
 

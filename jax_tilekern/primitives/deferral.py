@@ -1,6 +1,6 @@
 """Calls whose kernels are being compiled: they are lowered when the rest of their program is.
 
-JAX lowers one call of a program after the other, and NVRTC takes about a second for a kernel. A
+JAX lowers one call of a program after the other, and NVRTC takes up to two seconds for a kernel. A
 call whose plan needs a kernel that no cache has is *deferred*: a thread makes the plan, and a
 custom call without meaning stands for it in the module. When JAX has lowered the module, the rule
 of each deferred call is asked again, in the order of the program, and what it emits takes the place
