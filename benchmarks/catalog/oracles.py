@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -326,11 +327,13 @@ def _causal_conv1d(
     width, channels = weights.shape
     zeros = jnp.zeros((*x.shape[:-2], width - 1, channels), x.dtype)
     inputs = jnp.concatenate((zeros if state is None else state, x), -2)
-    sequences = inputs.reshape(-1, *inputs.shape[-2:])
-    out = lax.conv_general_dilated(
-        sequences, weights[:, None], (1,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"),
-        feature_group_count=channels,
-    ).reshape(x.shape)  # fmt: skip
+    sequences = inputs.reshape(math.prod(inputs.shape[:-2]), *inputs.shape[-2:])
+    out = x
+    if channels:  # XLA has no convolution of no channel.
+        out = lax.conv_general_dilated(
+            sequences, weights[:, None], (1,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"),
+            feature_group_count=channels,
+        ).reshape(x.shape)  # fmt: skip
     out = out if bias is None else out + bias
     out = jax.nn.silu(out) if activation == "silu" else out
     return out if state is None else (out, inputs[..., x.shape[-2] :, :])

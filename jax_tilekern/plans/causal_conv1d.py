@@ -15,6 +15,7 @@ from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.policy.setting import current_policy
 
 CONVOLVED_DTYPES = (BF16, F16, F32)
 WIDTHS = range(2, 9)
@@ -22,9 +23,9 @@ _THREADS = 128
 # Adjacent channels of a thread, up to this width and above. Registers limit them: a gradient has
 # weights, inputs, slopes and sums of each.
 _CHANNELS, _NARROW, _CHANNELS_OF_WIDE = 4, 4, 2
-# Threads of an SM that hide the latency of memory, and the steps that they walk. Each chunk reads
-# ``width - 1`` inputs of the chunk before.
-_THREADS_PER_SM = 1024
+# Threads for each SM, several times those that it holds at a time, so that the last ones are few;
+# and the steps that they walk. Each chunk reads ``width - 1`` inputs of the chunk before.
+_THREADS_PER_SM, _THREADS_PER_SM_OF_GRADIENT = 4096, 2048
 _FEWEST_STEPS, _MOST_STEPS = 8, 128
 _MAX_LENGTH = 2**30
 # Columns and rows of a CTA that adds up parts.
@@ -69,13 +70,14 @@ class _Walk:
 
     problem: CausalConv
     gpu: Gpu
+    threads_per_sm: int
 
     @property
     def steps(self) -> int:
         """Steps of time of a thread."""
         problem = self.problem
         vectors = problem.batch * problem.length * math.ceil(problem.channels / problem.vector)
-        steps = vectors // (self.gpu.sm_count * _THREADS_PER_SM)
+        steps = vectors // (self.gpu.sm_count * self.threads_per_sm)
         steps = _FEWEST_STEPS * math.ceil(steps / _FEWEST_STEPS)
         return min(_MOST_STEPS, max(_FEWEST_STEPS, steps))
 
@@ -98,6 +100,8 @@ class _Walk:
 
     @property
     def refusal(self) -> NoKernel | None:
+        if self.problem.length < _FEWEST_STEPS and current_policy() != "kernels":
+            return NoKernel("XLA fuses a few steps with what surrounds them")
         if max(self.problem.length, self.problem.channels) > _MAX_LENGTH:
             return NoKernel(f"kernels convolve at most {_MAX_LENGTH} steps and channels")
         if self.ctas > MAX_GRID[0]:
@@ -131,7 +135,7 @@ class _Walk:
 
 def plan_causal_conv1d(problem: CausalConv, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan the convolution of inputs, a state, weights and a bias."""
-    walk = _Walk(problem, gpu)
+    walk = _Walk(problem, gpu, _THREADS_PER_SM)
     if walk.refusal:
         return walk.refusal
     kernel = problem.kernel("causal_conv1d")
@@ -141,7 +145,7 @@ def plan_causal_conv1d(problem: CausalConv, gpu: Gpu) -> LaunchPlan | NoKernel:
 
 def plan_causal_conv1d_gradient(problem: CausalConv, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan the cotangents of these four, from them and the cotangent of the result."""
-    walk = _Walk(problem, gpu)
+    walk = _Walk(problem, gpu, _THREADS_PER_SM_OF_GRADIENT)
     if walk.refusal:
         return walk.refusal
     kernel = problem.kernel("causal_conv1d_gradient")
