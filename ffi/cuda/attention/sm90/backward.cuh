@@ -166,8 +166,6 @@ class AttentionBackwardKeys {
       warpgroup_wait<0>();
       warpgroup_fence_operand(d_keys_);
       warpgroup_fence_operand(d_values_);
-      // All of the consumer's threads have read the statistics.
-      sync_consumer(1 + consumer);
       ring_.release(state);
       state.advance();
     });
