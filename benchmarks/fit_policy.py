@@ -90,6 +90,8 @@ _CORRECTION = (40, 3, 0.1)
 _RATE_QUANTILE = 0.98
 # How much more a model has to be worth than what it replaces, whose calls are few.
 _LEAST_GAIN = 0.01
+# Operations whose workloads have estimates that are predictions by data.
+_ESTIMATED_BY_DATA = (FUSED,)
 # Margins to try. The best has the largest mean of the logarithm of the speed over XLA's, less the
 # share of calls slower than 0.97, as far as that exceeds what is allowed.
 _LEAST = (0.0, 0.03, 0.06, 0.08, 0.1, 0.15)
@@ -441,7 +443,8 @@ class _Rows:
         self.of_candidates = [
             (i, position, (*self.numbers[i], *_candidate_numbers(call, position)), np.log(time))
             for i, call in enumerate(calls)
-            for position, time in call.ours.items()
+            # The first of equals is taken, as by the policy.
+            for position, time in sorted(call.ours.items())
         ]
         self.known = np.zeros(len(self.of_candidates))
         if base is not None:
@@ -587,7 +590,9 @@ def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
             base_margin, of_base = rows.base.margin, rows.base.error(numbers_before)
         gain_before = before.gain(base_margin, of_base)
         print("  without corrections", before.report(gain_before))
-        least = max(least, _value(gain_before))
+        # Measured times replace an estimate without any if they choose no worse.
+        is_estimate = rows.base is None and operation not in _ESTIMATED_BY_DATA
+        least = max(least, _value(gain_before) - is_estimate * _LEAST_GAIN)
     if _value(gain) < least + _LEAST_GAIN:
         return None
     xla, ours = rows.models(folds >= 0)

@@ -17,6 +17,7 @@ from jax_tilekern.interop.patch import replace_attention
 from jax_tilekern.ops.arguments import integer, number
 from jax_tilekern.ops.attention import primitives
 from jax_tilekern.ops.attention.blocks import score_type
+from jax_tilekern.ops.attention.kernel_lowering import has_kernels
 from jax_tilekern.ops.attention.scores import Scores, traced
 from jax_tilekern.ops.jitted import MOST_FUNCTIONS, jitted
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
@@ -290,22 +291,17 @@ def _in_place_of_jax(
 
 
 def _is_never_slower(query: Array, key: Array, value: Array, is_plain: bool) -> bool:
-    """Whether a call has a kernel or cuDNN's, or runs on a CPU.
+    """Whether a call and its gradient have kernels or cuDNN's, or it runs on a CPU.
 
     Blocks on a GPU compute scores again in a gradient, where JAX's keeps them in memory.
     """
     try:
-        capability = current_gpu().compute_capability
+        gpu = current_gpu()
     except NoGpu:
         return jax.default_backend() == "cpu" and query.dtype.itemsize > 1
-    if capability[0] != _HOPPER:
-        return is_plain and cudnn.covers(capability, query, key, value)
-    features = query.shape[-1], value.shape[-1]
-    has_rows = all(x % 8 == 0 and x <= _MOST_FEATURES for x in features)
-    return query.dtype.itemsize == 2 and has_rows
+    if has_kernels(query, key, value):
+        return True
+    return is_plain and cudnn.covers(gpu.compute_capability, query, key, value)
 
-
-# What has kernels, those of gradients too.
-_HOPPER, _MOST_FEATURES = 9, 128
 
 replace_attention(_in_place_of_jax)

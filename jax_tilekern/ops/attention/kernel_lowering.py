@@ -90,6 +90,12 @@ def _chosen(name: str, operands: Sequence[Operand], **params: Any) -> Outcome:
     return dataclasses.replace(way, reason=reason, predicted_us=choice.predicted_us)
 
 
+def has_kernels(query: Any, key: Any, value: Any) -> bool:
+    """Whether kernels compute the value and the gradient of a call without functions."""
+    problem = _sizes((query, key, value), Scores(1.0))
+    return not (refusal(problem, current_gpu()) or derivative_refusal(problem))
+
+
 def choice_of(
     name: str, avals: Sequence[Any], keys: Collection[str], **params: Any
 ) -> tuple[PolicyChoice[Way], str]:

@@ -43,6 +43,7 @@ _XLA_SORT_LAUNCHES, _XLA_SORTED_IN_A_MICROSECOND = 57.0, 2.9e4
 _MOST_ZEROS = 7
 # The operation of a product with an epilogue.
 FUSED = "fused product"
+ATTENTION = "attention"  # values and gradients
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Workload:
     """The work of a call, as numbers."""
 
     # Which model predicts it: "product", "vector product" (that the kernel of sums computes on
-    # GPUs), "fused product", "attention", "attention gradient", "sum", "transpose" or "add".
+    # GPUs), "fused product", "attention", "sum", "transpose" or "add".
     operation: str
     operations: float  # multiply-adds
     bytes: float  # that are read and written, each once
@@ -195,6 +196,7 @@ def attention_workload(call: Pass, estimate: float) -> Workload:
         math.log2(tiles),
         math.ceil(tiles / _SMS) * _SMS / tiles,
         call.share,
+        call.is_gradient,
         call.has_mask,
         call.has_window,
         call.has_score,
@@ -203,10 +205,9 @@ def attention_workload(call: Pass, estimate: float) -> Workload:
         call.of_arrays,
         *(sizes.dtype.name == name for name in ("bfloat16", "float16")),
     )
-    operation = "attention gradient" if call.is_gradient else "attention"
     arithmetic = _SHORT_NAMES[sizes.dtype.name]
     return Workload(
-        operation, call.operations, call.bytes, arithmetic, tuple(map(float, features)),
+        ATTENTION, call.operations, call.bytes, arithmetic, tuple(map(float, features)),
         estimate=estimate, is_xlas=False,
     )  # fmt: skip
 
