@@ -38,6 +38,7 @@ _SORTS = (
     (64, 512, _F32),
     (1, 2**20, _F32),
 )
+_MEDIANS = (1000, 10_000), (4096, 1000)
 
 
 def _different(_: Arrays, results: Mapping[str, Any]) -> Errors:
@@ -75,6 +76,12 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
                 f"{name} {rows:,} x {size:,} {dtype}", f"`{name}`", getattr(jtk, name),
                 getattr(jnp, name), ((rows, size), dtype),
             )  # fmt: skip
+    for rows, columns in _MEDIANS:
+        size = _columns(columns)
+        yield _program(
+            f"median {rows:,} x {size:,} float32", "`median`", lambda x: jtk.median(x, 1),
+            lambda x: jnp.median(x, 1), ((rows, size), _F32),
+        )  # fmt: skip
 
 
 COMMAND = program_command("the largest elements and orders of rows", _programs)

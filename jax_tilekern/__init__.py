@@ -62,6 +62,7 @@ from jax_tilekern.ops.segments.functions import (
 from jax_tilekern.ops.segments.plan import SegmentPlan, segment_plan
 from jax_tilekern.ops.segments.small_integers import bincount, sort_by_key
 from jax_tilekern.ops.segments.take import scatter_add, take
+from jax_tilekern.ops.selection.quantile import median, percentile, quantile
 from jax_tilekern.ops.selection.sort import argsort, sort
 from jax_tilekern.ops.selection.top_k import top_k
 from jax_tilekern.plans.gpu import Gpu, NoGpu
@@ -116,12 +117,15 @@ __all__ = [
     "matmul",
     "matmul_reduce_scatter",
     "matvec",
+    "median",
     "moe",
     "multi_dot",
     "muon",
     "out_of_core",
     "patch",
+    "percentile",
     "policy",
+    "quantile",
     "quantize",
     "ragged_dot",
     "ragged_dot_general",

@@ -9,6 +9,10 @@ from products import BF16, F16, F32, F64, H100
 
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.policy import policy
+from jax_tilekern.plans.selection.order_statistics import (
+    OrderStatistics,
+    plan_order_statistics,
+)
 from jax_tilekern.plans.selection.sort_rows import SortedRows, plan_sort_rows
 from jax_tilekern.plans.selection.top_k import MAX_K, TopK, levels_of, plan_top_k
 
@@ -95,6 +99,34 @@ def test_sort_rows(rng, dtype, kind, order, results, rows, columns):
     if order != "ascending":
         expected = [y[:, ::-1] for y in expected]
     assert_same_bits(found, expected[not values : 1 + indices])
+
+
+@pytest.mark.parametrize("dtype", ORDERED, ids=str)
+@pytest.mark.parametrize("kind", ["bits", "equal", "special"])
+@pytest.mark.parametrize("indices", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(3, 1), (5, 33), (2, 1024), (2, 3000), (1, 9000), (1, 16_384)]
+)
+@pytest.mark.one_in(40)
+def test_order_statistics(rng, dtype, kind, indices, rows, columns):
+    x = elements(rng, kind, (rows, columns), dtype)
+    if dtype not in INTEGERS:
+        # Rows that have one element that is no number, and rows without.
+        x = np.where(np.isnan(x), dtype.type(-0.0), x)
+        x[0, columns // 2] = -np.nan
+    ranks = rng.integers(-1, columns + 1, 7).astype(np.int32)
+    ranks[3] = ranks[2]
+    problem = OrderStatistics(rows, columns, len(ranks), dtype, indices)
+    shape = (rows, len(ranks))
+    results = [(shape, dtype), (shape, np.dtype(np.int32))][: 1 + indices]
+    how = {"backwards": bool(rng.integers(2))}
+    found = run(lambda: plan_order_statistics(problem, H100), [x, ranks], results, **how)
+    order = np.broadcast_to(np.arange(columns, dtype=np.int32), x.shape)
+    clipped = np.clip(ranks, 0, columns - 1)
+    values, order = (np.array(y)[:, clipped] for y in lax.sort((x, order), num_keys=1))
+    if dtype not in INTEGERS:
+        values[0], order[0] = np.nan, 0
+    assert_same_bits(found, (values, order)[: 1 + indices])
 
 
 def test_rows_of_16384(rng):

@@ -35,6 +35,55 @@ def test_values(name, descending, axis, dtype):
     same(*mapped)
 
 
+@pytest.mark.parametrize("method", ["linear", "lower", "higher", "midpoint", "nearest"])
+@pytest.mark.parametrize("axis", [None, -1, (2, 0)])
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.one_in(4)
+def test_quantiles(rng, method, axis, keepdims, dtype):
+    x = jnp.asarray(100 * rng.standard_normal((3, 4, 5))).astype(dtype)
+    other = -x if dtype == "int32" else x.at[1, 2, 3].set(jnp.nan)
+    options = {"method": method, "keepdims": keepdims}
+    for each in (x, other):
+        for q in (0.3, np.array([0.0, 0.25, 0.77, 1.0], np.float32)):
+            same(jtk.quantile(each, q, axis, **options), jnp.quantile(each, q, axis, **options))
+        same(jtk.median(each, axis, keepdims=keepdims), jnp.median(each, axis, keepdims=keepdims))
+
+
+def test_quantiles_by_jax(rng):
+    x, weights = rng.standard_normal((2, 3, 8)).astype(np.float32)
+    options = {"method": "inverted_cdf", "weights": np.abs(weights)}
+    same(jtk.quantile(x, 0.3, 1, **options), jnp.quantile(x, 0.3, 1, **options))
+    same(jtk.percentile(x, 30, 1, method="inverted_cdf"),
+         jnp.percentile(x, 30, 1, method="inverted_cdf"))  # fmt: skip
+
+
+def test_quantiles_of_a_batch(rng):
+    x = jnp.asarray(rng.standard_normal((4, 9)), jnp.float32)
+    q = jnp.linspace(0.1, 0.9, 4)
+    for dims in ((0, None), (None, 0), (0, 0)):
+        ours, theirs = (
+            jax.vmap(lambda x, q, m=m: m.quantile(x, q, -1), dims)(x, q if dims[1] == 0 else 0.3)
+            for m in (jtk, jnp)
+        )
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_derivatives_of_quantiles(rng):
+    x = jnp.asarray(rng.standard_normal((4, 9)), jnp.float32).at[1, 2].set(jnp.nan)
+    q = jnp.array([0.2, 0.55])
+
+    def of(module):
+        def loss(x, q):
+            return jnp.nansum(jnp.sin(module.quantile(x, q, 1)))
+
+        gradients = jax.grad(loss, (0, 1))(x, q)
+        return *gradients, jax.jvp(jax.grad(loss), (x, q), (x * 0 + 1, q))[1]
+
+    for ours, theirs in zip(of(jtk), of(jnp), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (1,)])
 def test_empty_and_single(shape):
     x = jnp.ones(shape)
@@ -72,6 +121,24 @@ def test_rows_are_sorted_where_they_are(rng):
         compiled = jax.jit(function).lower(x).compile()
         assert bytes_sent(compiled) == 0
         assert compiled(x).sharding.is_equivalent_to(x.sharding, 2)
+
+
+def test_errors_of_quantiles():
+    x = jnp.ones((3, 4))
+    for call in (
+        lambda m: m.quantile(x, 0.5, 2),
+        lambda m: m.quantile(x, 0.5, method="mean"),
+        lambda m: m.quantile(x, jnp.ones((1, 1)) / 2),
+        lambda m: m.quantile(x, 0.5, overwrite_input=True),
+        lambda m: m.quantile(x * 1j, 0.5),
+        lambda m: m.median(x[:0]),
+        lambda m: m.median("text"),
+        lambda m: m.percentile(x, 50, (0, 0)),
+    ):
+        with pytest.raises((TypeError, ValueError)) as expected:
+            call(jnp)
+        with pytest.raises(type(expected.value)):
+            call(jtk)
 
 
 @pytest.mark.parametrize("name", ["sort", "argsort"])

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.catalog.bounds import FLOATS, compared, is_float, wide
+from benchmarks.catalog.bounds import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FLOATS,
+    UNIT_ROUNDOFF,
+    compared,
+    is_float,
+    wide,
+)
 from benchmarks.catalog.call import Call, describe
 from benchmarks.catalog.draw import Draw
 
@@ -56,8 +66,47 @@ def orders(draw: Draw, name: str) -> Call:
     )  # fmt: skip
 
 
+def quantiles(draw: Draw, name: str) -> Call:
+    """Draw a median, or quantiles of numbers between 0 and 1."""
+    shape = max(1, draw.size()), max(1, draw.size())
+    dtype = draw.type(F32, BF16, F16, F64)
+    axis = draw.one(-1, 0)
+    q = np.round(draw.rng.random(draw.one(1, 2, 5)), 2).astype(np.float32)
+    method = draw.one("linear", "lower", "higher", "midpoint", "nearest")
+    q, method = (np.array([0.5], np.float32), "midpoint") if name == "median" else (q, method)
+    scale = np.float32(100 if name == "percentile" else 1)
+
+    def call(m, x):
+        if name == "median":
+            return m.median(x, axis)[None]
+        return getattr(m, name)(x, scale * q, axis, method=method)
+
+    def errors(result, x):
+        # Places are numbers of float32.
+        place = np.asarray(scale * q / scale * np.float32(x.shape[axis] - 1))[:, None]
+        ordered = np.moveaxis(np.sort(wide(x), axis), axis, 0)
+        low, high = np.floor(place), np.ceil(place)
+        lower, higher = (ordered[i[:, 0].astype(int)] for i in (low, high))
+        part = place - low
+        value = {
+            "linear": lower * (1 - part) + higher * part,
+            "lower": lower,
+            "higher": higher,
+            "midpoint": (lower + higher) / 2,
+            "nearest": np.where(part <= 0.5, lower, higher),
+        }[method]
+        value = np.where(np.isnan(ordered[-1]), np.nan, value)
+        slack = 4 * (UNIT_ROUNDOFF[dtype] + UNIT_ROUNDOFF[F32]) * (np.abs(lower) + np.abs(higher))
+        return [compared(result, value, slack if method in ("linear", "midpoint") else 0)]
+
+    return Call(
+        name, f"{axis=}, q={(scale * q).tolist()}, {method=}", (draw.operand(shape, dtype),),
+        call, errors, is_plain=False,
+    )  # fmt: skip
+
+
 DESCRIPTIONS = [
     *describe(largest, "top_k"),
-    *describe(orders, "sort"),
-    *describe(orders, "argsort"),
+    *describe(orders, "sort", "argsort"),
+    *describe(quantiles, "quantile", "percentile", "median"),
 ]

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "block_scan.cuh"
-#include "selection/ordered_bits.cuh"
+#include "selection/sort_key.cuh"
 
 namespace tilekern {
 
@@ -19,52 +19,20 @@ struct SortRowsShape {
   uint32 writes_backwards;
 };
 
-// Bits of floats below those of -inf in the order of ordered_bits(): NaN with a sign bit.
-template <typename T>
-inline constexpr OrderedBits<T> kBelowInfinity = 0;
-template <>
-inline constexpr uint64 kBelowInfinity<double> = (uint64{1} << 52) - 1;
-template <>
-inline constexpr uint32 kBelowInfinity<float> = (1u << 23) - 1;
-template <>
-inline constexpr uint32 kBelowInfinity<bfloat16> = (1u << 7) - 1;
-template <>
-inline constexpr uint32 kBelowInfinity<float16> = (1u << 10) - 1;
-
-// The bits of an element in an order in which every NaN comes last.
-template <typename T>
-inline constexpr OrderedBits<T> kAllBits = kSignBit<T> | (kSignBit<T> - 1);
-template <typename T>
-inline OrderedBits<T> sortable_bits(T element) {
-  return (ordered_bits(element) - kBelowInfinity<T>)&kAllBits<T>;
-}
-template <typename T>
-inline T element_of_sortable(OrderedBits<T> bits) {
-  return element_of<T>((bits + kBelowInfinity<T>)&kAllBits<T>);
-}
-
-// What is compared: -0 is 0, and all NaN are one.
-template <typename T>
-inline OrderedBits<T> sort_key(OrderedBits<T> bits) {
-  using Bits = OrderedBits<T>;
-  if constexpr (kIsFloat<T>) {
-    constexpr Bits kNegativeZero = kSignBit<T> - 1 - kBelowInfinity<T>;
-    constexpr Bits kNan = kAllBits<T> - 2 * kBelowInfinity<T> + 1;
-    return min_of(bits == kNegativeZero ? bits + 1 : bits, kNan);
-  } else {
-    return bits;
-  }
-}
-
 inline constexpr int kSortDigitBits = 8;
 inline constexpr uint32 kSortDigits = 1u << kSortDigitBits;
 
-// A warp has for each digit the lanes whose elements have it, and how many elements before had it;
-// later, where the next one goes.
-struct alignas(8) DigitPlace {
-  uint32 lanes;
-  uint32 count;
-};
+// The lanes of the warp that have the same digit as this one.
+inline uint32 lanes_alike(uint32 digit) {
+  uint32 alike = ~0u;
+#pragma unroll
+  for (int i = 0; i < kSortDigitBits; ++i) {
+    const bool has_bit = digit >> i & 1;
+    const uint32 ones = __ballot_sync(~0u, has_bit);
+    alike &= has_bit ? ones : ~ones;
+  }
+  return alike;
+}
 
 // Whether one of the CTA's elements has a bit that another one lacks, for each bit.
 template <int kItems, typename Bits, class Key>
@@ -97,7 +65,8 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kWarps = kThreads / 32;
   constexpr uint32 kTile = kThreads * kItems;
   static_assert(kTile <= 1 << 16);
-  DigitPlace* const places = reinterpret_cast<DigitPlace*>(shared_memory);
+  // For each warp and digit, first how many elements have it, then where the next one goes.
+  uint32* const places = reinterpret_cast<uint32*>(shared_memory);
   Word* const words = reinterpret_cast<Word*>(places + kWarps * kSortDigits);
   uint16* const columns = reinterpret_cast<uint16*>(words + kTile);
   const uint32 thread = threadIdx.x, lane = thread % 32;
@@ -117,23 +86,21 @@ __global__ void __launch_bounds__(kThreads)
   }
   const Bits differing =
       differing_bits(own, sortable_bits(x[start]), [](Bits bits) { return sort_key<T>(bits); });
-  DigitPlace* const own_places = places + thread / 32 * kSortDigits;
+  uint32* const own_places = places + thread / 32 * kSortDigits;
   for (int shift = 0; shift < 8 * static_cast<int>(sizeof(T)); shift += kSortDigitBits) {
     if ((differing >> shift) % kSortDigits == 0) continue;
-    for (uint32 digit = lane; digit < kSortDigits; digit += 32) own_places[digit] = {0, 0};
+    for (uint32 digit = lane; digit < kSortDigits; digit += 32) own_places[digit] = 0;
     __syncwarp();
     // The digit, and how many elements of the warp before have it.
     uint32 ranks[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const auto digit = static_cast<uint32>(sort_key<T>(own[i]) >> shift) % kSortDigits;
-      atomicOr(&own_places[digit].lanes, 1u << lane);
+      const uint32 alike = lanes_alike(digit);
+      const uint32 found = own_places[digit], before = __popc(alike & ((1u << lane) - 1));
+      ranks[i] = digit << 16 | (found + before);
       __syncwarp();
-      const DigitPlace found = own_places[digit];
-      const uint32 before = __popc(found.lanes & ((1u << lane) - 1));
-      ranks[i] = digit << 16 | (found.count + before);
-      __syncwarp();
-      if (before == 0) own_places[digit] = {0, found.count + __popc(found.lanes)};
+      if (before == 0) own_places[digit] = found + __popc(alike);
       __syncwarp();
     }
     __syncthreads();
@@ -143,13 +110,13 @@ __global__ void __launch_bounds__(kThreads)
     uint32 sum = 0;
     for (uint32 digit = first; digit < end; ++digit) {
 #pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) sum += places[warp * kSortDigits + digit].count;
+      for (int warp = 0; warp < kWarps; ++warp) sum += places[warp * kSortDigits + digit];
     }
     uint32 place = sum_before<kThreads>(sum);
     for (uint32 digit = first; digit < end; ++digit) {
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) {
-        uint32& count = places[warp * kSortDigits + digit].count;
+        uint32& count = places[warp * kSortDigits + digit];
         const uint32 own_count = count;
         count = place;
         place += own_count;
@@ -158,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const uint32 to = own_places[ranks[i] >> 16].count + (ranks[i] & 0xffff);
+      const uint32 to = own_places[ranks[i] >> 16] + (ranks[i] & 0xffff);
       words[to] = static_cast<Word>(own[i]);
       if constexpr (kIndices) columns[to] = static_cast<uint16>(own_columns[i]);
     }

@@ -8,9 +8,9 @@
 // every launch, and equal elements need no other order.
 #pragma once
 
-#include "block_scan.cuh"
 #include "ptx.cuh"
 #include "selection/ordered_bits.cuh"
+#include "selection/threshold.cuh"
 
 namespace tilekern {
 
@@ -27,61 +27,6 @@ struct TopKShape {
   uint32 length;
   uint32 k;
 };
-
-// Where the k-th largest element of a tile is: among the elements with bits >> shift == prefix, of
-// which `wanted` are found.
-template <typename Bits>
-struct Threshold {
-  Bits prefix;
-  int shift;
-  uint32 wanted;
-};
-
-// The threads hold all elements, and zeros, which come after them. All threads of the CTA call it.
-template <int kBits, int kThreads, typename Bits, int kItems>
-inline Threshold<Bits> find_threshold(const Bits (&own)[kItems], uint32 k) {
-  // Few threads clear and add up few counts.
-  constexpr int kMaxWidth = kThreads < 256 ? 8 : 11;
-  constexpr int kDigits = (kBits + kMaxWidth - 1) / kMaxWidth;
-  constexpr int kWidth = (kBits + kDigits - 1) / kDigits;
-  constexpr uint32 kBins = 1u << kWidth;
-  constexpr uint32 kOwnBins = max_of<uint32>(1, kBins / kThreads);
-  __shared__ uint32 counts[kBins];
-  __shared__ uint32 chosen, chosen_count, chosen_wanted;
-  const uint32 thread = threadIdx.x;
-  Threshold<Bits> at{0, kBits, k};
-  do {
-    const int width = min_of(kWidth, at.shift);
-    at.shift -= width;
-    for (uint32 bin = thread; bin < kBins; bin += kThreads) counts[bin] = 0;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const Bits top = own[i] >> at.shift;
-      if (top >> width == at.prefix) {
-        atomicAdd(&counts[static_cast<uint32>(top) & ((1u << width) - 1)], 1u);
-      }
-    }
-    __syncthreads();
-    // A thread's bins, the largest digit first.
-    const uint32 last = kBins - 1 - thread * kOwnBins;
-    const bool has_bins = thread * kOwnBins < kBins;
-    uint32 sum = 0;
-    for (uint32 i = 0; has_bins && i < kOwnBins; ++i) sum += counts[last - i];
-    uint32 before = sum_before<kThreads>(sum);
-    if (before < at.wanted && at.wanted <= before + sum) {
-      uint32 bin = last;
-      while (before + counts[bin] < at.wanted) before += counts[bin--];
-      chosen = bin;
-      chosen_count = counts[bin];
-      chosen_wanted = at.wanted - before;
-    }
-    __syncthreads();
-    at.prefix = at.prefix << width | chosen;
-    at.wanted = chosen_wanted;
-  } while (at.shift > 0 && chosen_count != at.wanted);
-  return at;
-}
 
 // Calls write(place, item) for the elements above the threshold, and for the first `wanted` of
 // those at it; places are in the order of the columns. A warp's elements are adjacent.
@@ -182,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, (sizeof(T) == 8 ? 512 : 1024) / kThr
     own[i] = position < count ? ordered_bits(x[start + position]) : 0;
   }
   const uint32 wanted = min_of(shape.k, count);
-  const auto at = find_threshold<8 * sizeof(T), kThreads>(own, wanted);
+  const auto at = find_threshold<8 * sizeof(T), kThreads, false>(own, wanted);
   const auto column_of = [&](int item) {
     const uint32 position = own_first + 32 * item;
     return kFirst ? static_cast<int32>(first + position) : columns[start + position];

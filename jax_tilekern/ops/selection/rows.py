@@ -7,10 +7,14 @@ from typing import Any
 from jax_tilekern.partitioning.rule import ShardingRule
 
 
-def rule_of_rows(x: Any, results: int) -> ShardingRule:
-    """Give every device whole rows of an operand, and of results of the same rows."""
+def rule_of_rows(x: Any, results: int, *, vectors: int = 0) -> ShardingRule:
+    """Give every device whole rows of an operand, and of results of the same rows.
+
+    ``vectors`` is the number of further operands, which every device has.
+    """
     outer = tuple(range(x.ndim - 1))
     labels = (*outer, None)
     sizes = {i: x.shape[i] for i in outer}
     names = {i: f"axis {i}" for i in outer}
-    return ShardingRule((labels,), (labels,) * results, sizes, flops=x.size, names=names)
+    operands = (labels, *((None,),) * vectors)
+    return ShardingRule(operands, (labels,) * results, sizes, flops=x.size, names=names)

@@ -36,10 +36,10 @@ _SHORT_NAMES = {
 _FAMILIES = ("wgmma", "split", "small", "mma", "simt", "rows", "columns")
 # Common tiles, and the SMs of the GPUs that share them.
 _TILE, _SMS = 128, 132
-# Measured sorts of float32 by XLA on an H200, of this many elements and more: microseconds of any
-# number of elements, and elements that each further microsecond sorts.
-_XLA_LEAST_SORTED = 1 << 16
-_XLA_SORT_LAUNCHES, _XLA_SORTED_IN_A_MICROSECOND = 57.0, 2.9e4
+# Sorts of rows by XLA, measured on an H200 for rows of 512 elements and more: microseconds of rows
+# of 512, how many more each doubling takes, and elements of all rows that a microsecond sorts.
+_XLA_SORTED_COLUMNS, _XLA_SORT, _XLA_SORT_DOUBLING = 512, 8.0, 9.5
+_XLA_SORTED_IN_A_MICROSECOND = 2.05e4
 _MOST_ZEROS = 7
 # The operation of a product with an epilogue.
 FUSED = "fused product"
@@ -273,7 +273,9 @@ def sort_workload(rows: int, columns: int, dtype: np.dtype[Any]) -> Workload:
         dtype.kind in "iu",
     )
     estimate = None
-    if elements >= _XLA_LEAST_SORTED:
-        estimate = _XLA_SORT_LAUNCHES + elements / _XLA_SORTED_IN_A_MICROSECOND
+    if columns >= _XLA_SORTED_COLUMNS:
+        doublings = math.log2(columns / _XLA_SORTED_COLUMNS)
+        launches = _XLA_SORT + doublings * _XLA_SORT_DOUBLING
+        estimate = max(launches, elements / _XLA_SORTED_IN_A_MICROSECOND)
     total = 2 * elements * dtype.itemsize
     return Workload("sort", 0, total, "", tuple(map(float, features)), estimate=estimate)

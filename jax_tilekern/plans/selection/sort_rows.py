@@ -30,13 +30,12 @@ _MAX_THREAD_BYTES = 128
 _COLUMN_BYTES = 4
 _DIGIT_BITS = 8
 # Bytes of a warp's counts of a digit, and of a column in shared memory.
-_COUNT_BYTES, _SHARED_COLUMN_BYTES = 8, 2
+_COUNT_BYTES, _SHARED_COLUMN_BYTES = 4, 2
 _STATIC_SHARED_BYTES = 128
-# A warp has these instructions for an element of each lane in a pass, and for the counts of a pass.
-# Then the cycles that they take alone, and the instructions that an SM issues in a cycle.
-_ITEM_INSTRUCTIONS, _PASS_INSTRUCTIONS = 45, 250
-_ITEM_LATENCY, _PASS_LATENCY = 110, 600
-_INSTRUCTIONS_A_CYCLE = 2
+# Measured on an H200: cycles of an SM for an element of each lane of a warp in a pass, and for the
+# counts of a pass; and the cycles of both where a CTA waits for itself.
+_ITEM_CYCLES, _PASS_CYCLES = 31, 450
+_ITEM_LATENCY, _PASS_LATENCY = 190, 700
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,10 @@ def _cycles(problem: SortedRows, tile: Tile, gpu: Gpu) -> float:
     passes = problem.passes
     written = problem.dtype.itemsize * problem.values + _COLUMN_BYTES * problem.indices
     moved = problem.rows * problem.columns * (problem.dtype.itemsize + written)
-    issued = passes * (tile.items * _ITEM_INSTRUCTIONS + _PASS_INSTRUCTIONS)
-    warps = math.ceil(problem.rows / gpu.sm_count) * tile.threads // WARP
-    alone = passes * (tile.items * _ITEM_LATENCY + _PASS_LATENCY)
-    busy = max(alone, warps * issued / _INSTRUCTIONS_A_CYCLE)
+    warps = tile.threads // WARP
+    busy = math.ceil(problem.rows / gpu.sm_count) * (
+        warps * tile.items * _ITEM_CYCLES + _PASS_CYCLES
+    )
+    alone = tile.items * _ITEM_LATENCY + _PASS_LATENCY
+    busy = passes * max(alone, busy)
     return gpu.rates.launch_cycles + max(busy, moved / gpu.rates.memory_bandwidth)

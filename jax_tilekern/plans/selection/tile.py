@@ -26,3 +26,7 @@ class Tile(NamedTuple):
     @property
     def columns(self) -> int:
         return self.threads * self.items
+
+
+# Tiles whose elements stay in registers while their digits are counted.
+COUNTED_TILES = (Tile(128, 8), Tile(256, 8), Tile(256, 16), Tile(256, 32), Tile(512, 32))

@@ -12,7 +12,7 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars, overlapping
-from jax_tilekern.plans.selection.tile import ORDERED_DTYPES, Tile
+from jax_tilekern.plans.selection.tile import COUNTED_TILES, ORDERED_DTYPES, Tile
 
 # The most elements whose order fits shared memory beside the counts.
 MAX_K = 2048
@@ -20,9 +20,8 @@ _MAX_SIZE = 2**31 - 1
 _COLUMN_BYTES = 4
 _WARP_THREADS = 128
 _WARP_ITEMS = 32
-_TILES = (Tile(128, 8), Tile(256, 8), Tile(256, 16), Tile(256, 32), Tile(512, 32))
 # Tiles of a row that several CTAs share, and how many elements they have for each that they find.
-_SHARED_TILES = _TILES[2:]
+_SHARED_TILES = COUNTED_TILES[2:]
 _REDUCTION = 16
 
 
@@ -69,7 +68,7 @@ def levels_of(problem: TopK, gpu: Gpu) -> list[Level]:
     """Return the launches over tiles; the last one has a tile for each row."""
     columns, k = problem.columns, problem.k
     levels: list[Level] = []
-    while columns > _TILES[-1].columns:
+    while columns > COUNTED_TILES[-1].columns:
         # The largest tile with which there are enough CTAs.
         enough = 2 * gpu.sm_count
         few = [x for x in _SHARED_TILES if x.columns >= _REDUCTION * k] or _SHARED_TILES[-1:]
@@ -78,7 +77,7 @@ def levels_of(problem: TopK, gpu: Gpu) -> list[Level]:
         length = math.ceil(columns / math.ceil(columns / tile.columns))
         levels.append(Level(columns, k, tile, math.ceil(columns / length), length))
         columns = levels[-1].found
-    tile = next(x for x in _TILES if columns <= x.columns)
+    tile = next(x for x in COUNTED_TILES if columns <= x.columns)
     return [*levels, Level(columns, k, tile, 1, columns)]
 
 
@@ -92,7 +91,7 @@ def _takes_warps(problem: TopK) -> bool:
     comparators = (log * log - log + 4) * items // 4 - 1
     wide = dtype.itemsize == 4
     of_warp = 6 * items + comparators * (6 if wide else 2) + k * (items * (1 + wide) + 16)
-    tile = next(x for x in _TILES if columns <= x.columns)
+    tile = next(x for x in COUNTED_TILES if columns <= x.columns)
     return of_warp <= tile.threads // WARP * (30 * tile.items + 300)
 
 

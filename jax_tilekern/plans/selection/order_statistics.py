@@ -1,0 +1,96 @@
+"""The plan of elements of rows by their ranks (``selection/order_statistics.cuh``)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.plans.candidate import CostedCandidate
+from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gpu import WARP, Gpu
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.policy import plan_choice
+from jax_tilekern.plans.policy.workload import sort_workload
+from jax_tilekern.plans.selection.tile import COUNTED_TILES, ORDERED_DTYPES, Tile
+
+_MAX_ROWS = 2**31 - 1
+_INDEX_BYTES = 4
+_DIGIT_BITS = 11
+# Instructions of a warp for an element of each lane and a digit, and for the counts of a digit; the
+# cycles that a digit takes alone; the instructions that an SM issues in a cycle.
+_ITEM_INSTRUCTIONS, _DIGIT_INSTRUCTIONS, _DIGIT_LATENCY = 6, 120, 900
+_INSTRUCTIONS_A_CYCLE = 2
+
+
+@dataclass(frozen=True)
+class OrderStatistics:
+    """Elements of each row of a matrix by their ranks."""
+
+    rows: int
+    columns: int
+    ranks: int
+    dtype: np.dtype[Any]
+    indices: bool  # whether the columns of the elements are results
+
+
+@dataclass(frozen=True)
+class OrderStatisticsCandidate(CostedCandidate):
+    """A CTA to a row."""
+
+    problem: OrderStatistics
+    tile: Tile
+    cycles: float
+
+    @property
+    def key(self) -> str:
+        return f"ranks in {self.tile.columns}"
+
+    def plan(self, gpu: Gpu) -> LaunchPlan:
+        problem, tile = self.problem, self.tile
+        flag = str(problem.indices).lower()
+        types = f"{CXX_TYPES[problem.dtype]}, {tile.threads}, {tile.items}, {flag}"
+        name = f"tilekern::order_statistics<{types}>"
+        kernel = Kernel("selection/order_statistics.cuh", name)
+        sizes = (Scalars.pack("I", size) for size in (problem.columns, problem.ranks))
+        # Indices that are not wanted have no buffer.
+        buffers = map(Buffer, (0, 1, 2, 2 + problem.indices))
+        launch = Launch(
+            entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
+            grid=(problem.rows, 1, 1),
+            block=(tile.threads, 1, 1),
+            parameters=(*buffers, *sizes),
+        )
+        size = problem.dtype.itemsize
+        return LaunchPlan(
+            name=f"order statistics {problem.dtype}",
+            gpu=gpu,
+            launches=(launch,),
+            alignments=(size, _INDEX_BYTES, size, *[_INDEX_BYTES] * problem.indices),
+            reason=f"{problem.ranks} of {problem.columns}, a CTA to a row",
+        )
+
+
+def plan_order_statistics(problem: OrderStatistics, gpu: Gpu) -> LaunchPlan | NoKernel:
+    if problem.dtype not in ORDERED_DTYPES:
+        return NoKernel(f"no kernel orders {problem.dtype}")
+    if problem.rows > _MAX_ROWS:
+        return NoKernel(f"{problem.rows} rows (at most {_MAX_ROWS})")
+    tile = next((x for x in COUNTED_TILES if x.columns >= problem.columns), None)
+    if tile is None:
+        return NoKernel(f"rows of {problem.columns} (at most {COUNTED_TILES[-1].columns})")
+    candidate = OrderStatisticsCandidate(problem, tile, _cycles(problem, tile, gpu))
+    workload = sort_workload(problem.rows, problem.columns, problem.dtype)
+    return plan_choice(workload, [candidate], gpu)
+
+
+def _cycles(problem: OrderStatistics, tile: Tile, gpu: Gpu) -> float:
+    digits = problem.ranks * math.ceil(8 * problem.dtype.itemsize / _DIGIT_BITS)
+    issued = digits * (tile.items * _ITEM_INSTRUCTIONS + _DIGIT_INSTRUCTIONS)
+    warps = math.ceil(problem.rows / gpu.sm_count) * tile.threads // WARP
+    busy = max(digits * _DIGIT_LATENCY, warps * issued / _INSTRUCTIONS_A_CYCLE)
+    read = problem.rows * problem.columns * problem.dtype.itemsize / gpu.rates.memory_bandwidth
+    return gpu.rates.launch_cycles + max(busy, read)
