@@ -3,6 +3,7 @@
 import contextlib
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import jax
@@ -122,6 +123,13 @@ def test_the_cache_has_the_same_entries_where_nothing_is_deferred(tmp_path, monk
         files.append(({x.name for x in (tmp_path / folder).rglob("*.cubin")}, text))
     assert files[0] == files[1]
     assert len(files[0][0]) == 3
+
+
+def test_kernels_are_compiled_while_the_interpreter_exits(compiled_names):
+    with mock.patch.object(ThreadPoolExecutor, "submit", side_effect=RuntimeError("shutdown")):
+        text = _text(three_kernels, X)
+    assert _launches(text) == len(compiled_names) == 3
+    assert "deferred" not in text
 
 
 def test_only_calls_of_the_program_are_compiled(compiled_names):

@@ -133,7 +133,11 @@ class _Module:
                 with without_compiling():
                     found = planner(*arguments)
             except NotCompiled:
-                self._plans[key] = self._start(settings, planner, *arguments)
+                try:
+                    self._plans[key] = self._start(settings, planner, *arguments)
+                except RuntimeError:
+                    # While the interpreter exits, no thread can be started.
+                    return planner(*arguments)
             else:
                 # The order of functions in the module must not depend on when kernels are compiled.
                 if not self._calls or not isinstance(found, LaunchPlan):

@@ -143,7 +143,14 @@ def _share(
     arrays = _arrays(name, avals, wanted)
     if not scores.has_mask or len(arrays) != scores.score_arrays:
         return 1.0
-    kinds = _kinds(scores, problem, problem.forward_tiles(), *arrays)
+    share: float = _share_by_mask(scores, problem)
+    return share
+
+
+@compat.cached(max_size=1024)
+def _share_by_mask(scores: Scores, problem: Attention) -> float:
+    """Return the share of the tiles that a mask without arrays leaves."""
+    kinds = _kinds(scores, problem, problem.forward_tiles(), *[None] * scores.score_arrays)
     return float(np.mean(kinds != 0)) if kinds.size else 1.0
 
 
