@@ -258,7 +258,7 @@ def test_a_file_that_cannot_be_read_is_a_warning_and_xlas(monkeypatch, tmp_path,
         text = "{" if damage == "no JSON" else json.dumps(content)
         (tmp_path / model.FILES[H100]).write_text(text)
     monkeypatch.setattr(model, "_FOLDER", tmp_path)
-    model_of.cache_clear()
+    forget()
     try:
         # Plans are kept, by their problem.
         rows = jax.ShapeDtypeStruct((4097 + DAMAGES.index(damage), 64), jnp.float32)
@@ -266,5 +266,33 @@ def test_a_file_that_cannot_be_read_is_a_warning_and_xlas(monkeypatch, tmp_path,
         with pytest.warns(RuntimeWarning, match="cannot read .*; install the package again"):
             choice = choice_of(jtk.matmul, rows, columns)
     finally:
-        model_of.cache_clear()
+        forget()
     assert choice.kernel is None
+
+
+def forget():
+    """Let files be read again."""
+    model_of.cache_clear()
+    model._own.cache_clear()
+
+
+def test_a_device_has_models_that_it_lacks_from_another_one(monkeypatch, tmp_path):
+    """They are as they are in the other one's file, and take nothing from it that it has."""
+    own = json.loads((model._FOLDER / model.FILES[H100]).read_text())
+    lent = own | {"device": "NVIDIA H200", "models": {"attention": own["models"]["transpose"]}}
+    lent["models"]["product"] = own["models"]["transpose"]
+    for name, content in ((model.FILES[H100], own), ("h200.json", lent)):
+        (tmp_path / name).write_text(json.dumps(content))
+    monkeypatch.setattr(model, "_FOLDER", tmp_path)
+    monkeypatch.setitem(model.FILES, "NVIDIA H200", "h200.json")
+    forget()
+    try:
+        found, other = model_of(H100), model_of("NVIDIA H200")
+        assert found.models["attention"].device == "NVIDIA H200"
+        assert found.models["product"].device == ""
+        assert len(found.models["product"].xla.values) == own["models"]["product"]["xla"]["trees"]
+        assert found.launch == own["rates"]["launch"]
+        assert other.models["attention"].device == ""
+        assert "attention" not in scaled_model("NVIDIA H200").models
+    finally:
+        forget()

@@ -13,9 +13,12 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.policy.workload import Workload, attention_workload
 
 KERNELS, CUDNN = "kernels", "cuDNN"
-_TILE = 128  # queries of a CTA
-# An SM evaluates so many exponentials in a cycle.
+# Rows of a CTA, and what features and other rows are padded to.
+_TILE, _CHUNK = 128, 64
+# An SM evaluates so many exponentials in a cycle. A score of a gradient takes as long as so many,
+# and a function about as many more.
 _EXPONENTIALS = 16
+_OF_GRADIENT, _OF_FUNCTION = 3, 2
 _BLOCK = 1 << 25  # scores of a block of XLA's
 _XLA_READS = 3  # of operands
 
@@ -129,30 +132,60 @@ def workload_of(call: Pass, gpu: Gpu) -> Workload:
 
 
 def _cycles(call: Pass, gpu: Gpu, key: str) -> float:
-    """Return the estimate of a way: the tiles of the busiest SM, or bytes.
+    """Return the estimate of a way: the busiest SM's tiles, or the bytes that memory moves.
 
-    The kernels compute a gradient in two passes, which both have the scores and their gradients,
-    and XLA those of arrays.
+    The kernels compute a gradient in two launches, which both have the scores and their gradients.
     """
     sizes, rates = call.sizes, gpu.rates
-    products, exponentials, launches = (1, 1), 1, 1
+    queries, keys = sizes.queries, sizes.keys
+    launches = [_Launch(queries, keys, (1, 1))]
     if call.is_gradient:
-        products, exponentials = ((4, 3), 2) if key == KERNELS else ((3, 2), 1)
-        launches = 2
-        if call.of_bias:
-            products = products[0] + 1, products[1] + 1
-            exponentials, launches = exponentials + 1, 3
-    tiles = sizes.batch * sizes.heads * math.ceil(sizes.queries / _TILE)
-    rounds = math.ceil(tiles / gpu.sm_count)
-    scores_of_tile = call.share * _TILE * sizes.keys
-    multiplied = scores_of_tile * call.features(products) / rates.wgmma_macs["bf16"]
-    evaluated = scores_of_tile * exponentials / _EXPONENTIALS
-    computed = rounds * (rates.cta_cycles + max(multiplied, evaluated))
+        launches = [_Launch(keys, queries, (3, 2))]
+        if key == KERNELS:
+            launches = [_Launch(keys, queries, (2, 2)), _Launch(queries, keys, (2, 1))]
+    if call.of_bias:
+        launches.append(_Launch(queries, keys, (1, 1)))
+    computed = sum(_tiles_cycles(call, gpu, x) for x in launches)
     moved = call.bytes / rates.memory_bandwidth
-    launched = rates.launch_cycles + (launches - 1) * rates.next_launch_cycles
     of_arrays = call.of_arrays > 0 and key == KERNELS
-    by_xla = _xla_cycles(call, gpu, _GRADIENT_OF_ARRAYS) if of_arrays else 0.0
-    return launched + max(computed, moved) + by_xla
+    return (
+        rates.launch_cycles
+        # Statistics of rows are a launch of their own.
+        + (len(launches) - 1 + call.is_gradient) * rates.next_launch_cycles
+        + max(computed, moved)
+        + (_xla_cycles(call, gpu, _GRADIENT_OF_ARRAYS) if of_arrays else 0.0)
+    )
+
+
+class _Launch(NamedTuple):
+    """Tiles of rows, each with all others that it sees: queries with keys, or keys with queries.
+
+    ``products`` are those of keys and of values.
+    """
+
+    rows: int
+    others: int
+    products: tuple[int, int]
+
+
+def _tiles_cycles(call: Pass, gpu: Gpu, launch: _Launch) -> float:
+    """Return the cycles of the busiest SM; products and scores take turns."""
+    sizes, rates = call.sizes, gpu.rates
+    tiles = sizes.batch * sizes.heads * math.ceil(launch.rows / _TILE)
+    scores = call.share * _TILE * _padded(launch.others)
+    multiplied = sum(
+        count * _padded(features)
+        for count, features in zip(
+            launch.products, (sizes.features, sizes.value_features), strict=True
+        )
+    )
+    evaluated = (_OF_GRADIENT if call.is_gradient else 1) + call.has_score * _OF_FUNCTION
+    of_score = multiplied / rates.wgmma_macs["bf16"] + evaluated / _EXPONENTIALS
+    return math.ceil(tiles / gpu.sm_count) * (rates.cta_cycles + scores * of_score)
+
+
+def _padded(size: int) -> int:
+    return _CHUNK * math.ceil(size / _CHUNK)
 
 
 def _xla_cycles(call: Pass, gpu: Gpu, blocks: _Blocks) -> float:

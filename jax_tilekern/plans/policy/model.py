@@ -186,12 +186,30 @@ FILES = {
 # Devices by which others are known: one that has the same SMs, and the memory's bandwidth over that
 # one's.
 SCALED = {"NVIDIA H200": ("NVIDIA H100 80GB HBM3", 1.37)}
+# Devices whose file's models serve another one with the same SMs for operations that it lacks.
+LENDERS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
 _FOLDER = Path(str(files(__package__))) / "data"
 
 
 @functools.cache
 def model_of(device: str) -> DeviceModel | None:
     """Return what is known of a device, or ``None``; a file that cannot be read is a warning."""
+    found = _own(device)
+    lender = LENDERS.get(device, "")
+    lent = _own(lender) if lender in FILES else None
+    if found is None or lent is None:
+        return found
+    models = {
+        name: dataclasses.replace(model, device=lender)
+        for name, model in lent.models.items()
+        if name not in found.models
+    }
+    return dataclasses.replace(found, models={**found.models, **models})
+
+
+@functools.cache
+def _own(device: str) -> DeviceModel | None:
+    """Return what a device's file says of it, and what another device's data do."""
     name, scaled = FILES.get(device), scaled_model(device)
     return scaled if name is None else _read(_FOLDER / name, scaled)
 
@@ -199,7 +217,7 @@ def model_of(device: str) -> DeviceModel | None:
 def scaled_model(device: str) -> DeviceModel | None:
     """Return what another device's data say of a device, or ``None``."""
     of, bandwidth = SCALED.get(device, ("", 1.0))
-    found = model_of(of) if of else None
+    found = _own(of) if of else None
     return found and dataclasses.replace(
         found,
         device=f"{of}, with {bandwidth:g} times its memory bandwidth",
@@ -210,7 +228,8 @@ def scaled_model(device: str) -> DeviceModel | None:
 @functools.cache
 def data_digest(device: str) -> str:
     """Return a digest of what is known of a device; that of nothing is empty."""
-    names = (FILES.get(x) for x in (device, *SCALED.get(device, ())[:1]))
+    devices = device, *SCALED.get(device, ())[:1], LENDERS.get(device, "")
+    names = (FILES.get(x) for x in devices)
     read = [path.read_bytes() for name in names if name and (path := _FOLDER / name).is_file()]
     return hashlib.sha256(b"".join(read)).hexdigest()[:16] if read else ""
 
