@@ -52,8 +52,8 @@ inline void sort_descending(Key (&values)[kCount]) {
   }
 }
 
-// kItems elements of a lane; `columns` is at most 32 * kItems.
-template <typename T, int kItems>
+// kItems elements of a lane, of which kDepth may be found; `columns` is at most 32 * kItems.
+template <typename T, int kItems, int kDepth>
 __global__ void __launch_bounds__(kTopKThreads)
     top_k_of_warps(const T* x, T* values, int32* columns_found, uint32 rows, uint32 columns,
                    uint32 k) {
@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kTopKThreads)
     const Ranked<T> found = warp_max(own[0]);
     if (found == own[0]) {
 #pragma unroll
-      for (int j = 0; j + 1 < kItems; ++j) own[j] = own[j + 1];
-      own[kItems - 1] = 0;
+      for (int j = 0; j + 1 < kDepth; ++j) own[j] = own[j + 1];
+      own[kDepth - 1] = 0;
     }
     if (i % 32 == lane) kept = found;
     if (i % 32 != 31 && i + 1 < k) continue;

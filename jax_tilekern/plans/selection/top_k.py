@@ -90,7 +90,8 @@ def _takes_warps(problem: TopK) -> bool:
     # Comparators of the odd-even mergesort, and instructions of each and of a step.
     comparators = (log * log - log + 4) * items // 4 - 1
     wide = dtype.itemsize == 4
-    of_warp = 6 * items + comparators * (6 if wide else 2) + k * (items * (1 + wide) + 16)
+    moved = min(items, power_of_two(k)) * (1 + wide)
+    of_warp = 6 * items + comparators * (6 if wide else 2) + k * (moved + 16)
     tile = next(x for x in COUNTED_TILES if columns <= x.columns)
     return of_warp <= tile.threads // WARP * (30 * tile.items + 300)
 
@@ -101,7 +102,8 @@ def _warp_items(columns: int) -> int:
 
 def _plan_warps(problem: TopK, gpu: Gpu) -> LaunchPlan:
     rows, columns, k, dtype = problem.rows, problem.columns, problem.k, problem.dtype
-    types = f"{CXX_TYPES[dtype]}, {_warp_items(columns)}"
+    items = _warp_items(columns)
+    types = f"{CXX_TYPES[dtype]}, {items}, {min(items, power_of_two(k))}"
     kernel = Kernel("selection/top_k_of_warps.cuh", f"tilekern::top_k_of_warps<{types}>")
     sizes = (Scalars.pack("I", size) for size in (rows, columns, k))
     launch = Launch(
