@@ -53,6 +53,14 @@ def of_slopes(x, slopes):
     return jax.vjp(value, slopes)[1](x)
 
 
+def of_table(x, table):
+    def value(table):
+        score_mod = lambda s, b, h, q, k: s + table[h, jnp.clip(q - k, 0, 9)]  # noqa: E731
+        return jtk.attention(x, x, x, score_mod=score_mod)
+
+    return jax.vjp(value, table)[1](x)
+
+
 def by_eigenvalues(score, b, h, q, k):
     return score + jnp.linalg.eigh(jnp.eye(40))[0][0]
 
@@ -97,11 +105,17 @@ CALLS = {
         for function, count in ((attend, 3), (gradient(0, 1, 2), 4), (tangent, 3))
     ],
     "functions that": values(attend, X, X, X, options=[{"score_mod": by_eigenvalues}]),
-    "gradients": [(of_slopes, (X, jax.ShapeDtypeStruct((4,), F32)))],
+    "gradients by arrays": [(of_slopes, (X, jax.ShapeDtypeStruct((4,), F32)))],
+    "gradients by other arrays": [(of_table, (X, jax.ShapeDtypeStruct((4, 10), F32)))],
 }
 GPUS = {1: ["H200"], 2: ["sm_80", "sm_89", "sm_100"], 3: ["sm_75"]}
 # The pass that a line is about: the derivative, not the value that it needs.
-LAST = ("`jax.jvp` |", "129 to 256 features: gradient", "gradients")
+LAST = (
+    "`jax.jvp` |",
+    "129 to 256 features: gradient",
+    "gradients by arrays",
+    "gradients by other arrays",
+)
 
 
 def line(words):

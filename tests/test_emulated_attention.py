@@ -17,11 +17,14 @@ import jax_tilekern as jtk
 from benchmarks.catalog.oracles import ORACLES
 from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop.gpu_target import gpu_target
+from jax_tilekern.ops.attention import kernel_lowering
+from jax_tilekern.ops.attention.score_numbers import score_numbers
 from jax_tilekern.ops.attention.score_text import score_text
 from jax_tilekern.ops.attention.scores import Scores, traced
 from jax_tilekern.plans.attention import sm90
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.primitives.operation import Fallback
 
 require_nvrtc()
 
@@ -150,7 +153,10 @@ OTHERS = set(BIASES) - {"whole", "of keys"}
     "name",
     [pytest.param(x, marks=[pytest.mark.thorough] if x in OTHERS else []) for x in BIASES],
 )
-def test_gradient_of_a_bias(name):
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_gradient_of_a_bias(name, is_compiled, monkeypatch):
+    if not is_compiled:
+        monkeypatch.setattr(kernel_lowering, "planned_kernel", lambda *_: Fallback("no compiler"))
     (b, t, s, n, k, h, d), shape, bias_dtype, mode, options = BIASES[name]
     dtype = F16 if bias_dtype == F16 else BF16
     shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d), (b, t, n, d)
@@ -165,12 +171,81 @@ def test_gradient_of_a_bias(name):
     # Two SMs have several tiles of the bias each.
     with emulated_gpu(dataclasses.replace(H100, sm_count=2), **MODES.get(mode, {})) as ran:
         found = jax.tree.map(np.asarray, jax.jit(of(jtk))(*operands))
-    assert "attention_bias_gradient" in [plan.name.split()[0] for plan in ran]
+    names = [plan.name.split()[0] for plan in ran]
+    assert ("attention_bias_gradient" in names) == is_compiled
     with jax.enable_x64(True):
         expected = jax.jit(of(ORACLES))(*(np.asarray(x, np.float64) for x in operands))
     # The result of attention, of which the kernel reads a sum, and the gradient are rounded.
     assert found[0].dtype == bias_dtype
     assert max(relative_errors(found, expected)) <= 3 * float(jnp.finfo(dtype).eps) / 2
+
+
+# Score functions of an array that they read by the batch and the head, and options.
+NUMBERS = {
+    "slopes": (lambda s, b, h, q, k, x: s - x[h] * (q - k), {"is_causal": True}),
+    "a cap": (lambda s, b, h, q, k, x: 9 * x[0] * jnp.tanh(s / (9 * x[0])), {}),
+    "several": (
+        lambda s, b, h, q, k, x: s * jnp.exp(x)[b] - x[h] ** 2 * jnp.log(1.0 + jnp.abs(q - k)),
+        {"key_value_seq_lengths": np.array([70, 0])},
+    ),
+}
+
+
+@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.thorough] * (x == "a cap")) for x in NUMBERS]
+)
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_gradients_by_arrays_of_the_batch_and_heads(name, is_compiled, monkeypatch):
+    if not is_compiled:
+        monkeypatch.setattr(kernel_lowering, "planned_kernel", lambda *_: Fallback("no compiler"))
+    function, options = NUMBERS[name]
+    shapes = (2, 150, 2, 64), (2, 140, 1, 64), (2, 140, 1, 72), (2, 150, 2, 72)
+    *operands, d_out = (draw(*x, dtype=BF16) for x in shapes)
+    d_residual = draw(2, 150, 2, dtype=np.float32)
+
+    def of(m, where_empty):
+        def gradients(x, query, key, value, d_out, d_residual):
+            def attention(x, query, key, value):
+                score_mod = lambda *scalars: function(*scalars, x)  # noqa: E731
+                return m.attention(
+                    query, key, value, score_mod=score_mod, return_residual=True, **options
+                )
+
+            (_, residual), back = jax.vjp(attention, x, query, key, value)
+            # A query that sees no key has no derivative, whatever this cotangent is.
+            cotangent = jnp.where(jnp.isneginf(residual), where_empty, d_residual)
+            return back((d_out, cotangent.astype(residual.dtype)))
+
+        return gradients
+
+    given = jnp.asarray(SLOPES), *operands, d_out, d_residual
+    with emulated_gpu(dataclasses.replace(H100, sm_count=2), late=("reads", "writes")) as ran:
+        found = jax.tree.map(np.asarray, jax.jit(of(jtk, jnp.inf))(*given))
+    assert ("attention_gradient" in [plan.name.split()[0] for plan in ran]) == is_compiled
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in given]
+        of_array, *expected = jax.jit(of(ORACLES, 0))(*wide)
+    # The sums by the array are in float32, of terms that cancel to some hundredths.
+    assert max(relative_errors(found[:1], [of_array])) <= 1e-4
+    assert max(relative_errors(found[1:], expected)) <= 3 * float(jnp.finfo(BF16).eps) / 2
+
+
+@pytest.mark.parametrize(
+    ("function", "numbers"),
+    [
+        (lambda s, x, b, h, q, k: s - x[0, h] * (q - k) + x[b, 0] * jnp.sin(s), 2),
+        (lambda s, x, b, h, q, k: s * jnp.tanh(x).sum(), 1),
+        (lambda s, x, b, h, q, k: s + x[0, jnp.clip(q - k, 0, 1)], None),
+        (lambda s, x, b, h, q, k: x[b, h], None),
+        (lambda s, x, b, h, q, k: sum((s**i * x[i // 2, i % 2] ** i for i in range(7)), s), None),
+    ],
+)
+def test_numbers_of_a_batch_and_head(function, numbers):
+    x = jnp.ones((4, 2))
+    score, arrays = traced(lambda s, *i: function(s, x, *i), "score_mod", np.dtype(np.float32))
+    found = score_numbers(Scores(1.0, score_mod=score), arrays, (0,), (4, 2))
+    assert (None if found is None else len(found.numbers)) == numbers
 
 
 @pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")

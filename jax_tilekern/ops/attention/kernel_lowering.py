@@ -20,6 +20,7 @@ from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import compat, cudnn
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.attention import blocks
+from jax_tilekern.ops.attention.score_numbers import ScoreNumbers, score_numbers
 from jax_tilekern.ops.attention.score_text import score_text
 from jax_tilekern.ops.attention.scores import Scores, visible_jaxpr
 from jax_tilekern.ops.attention.tile_map import tile_kinds, tile_lists
@@ -159,6 +160,7 @@ def _pass(name: str, avals: Sequence[Any], scores: Scores, wanted: Sequence[int]
     problem = _sizes(avals, scores)
     arrays = _arrays(name, avals, wanted)
     of_bias = 3 in wanted and name == "backward" and _bias_problem(avals, scores) is not None
+    of_numbers = len(_of_numbers(avals, scores, wanted)) if name == "backward" else 0
     # Estimates have logarithms of sizes.
     positive: dict[str, Any] = {
         field: max(1, size) for field, size in vars(problem).items() if type(size) is int
@@ -172,7 +174,7 @@ def _pass(name: str, avals: Sequence[Any], scores: Scores, wanted: Sequence[int]
         has_score=scores.has_score,
         arrays=len(arrays),
         of_bias=of_bias,
-        of_arrays=sum(i >= 3 for i in wanted) - of_bias,
+        of_arrays=sum(i >= 3 for i in wanted) - of_bias - of_numbers,
     )
 
 
@@ -248,7 +250,8 @@ def _problem_once(
     problem = _sizes(types, scores)
     if why := refusal(problem, gpu):
         raise Untranslatable(why)
-    problem = dataclasses.replace(problem, functions=score_text(scores, arrays))
+    numbers = _numbers(types, scores, wanted) if name == "backward" else None
+    problem = dataclasses.replace(problem, functions=score_text(scores, arrays, numbers))
     if scores.has_mask:
         kinds = jax.eval_shape(functools.partial(_kinds, scores, problem, Tiles(64, 64)), *arrays)
         problem = dataclasses.replace(problem, listed=kinds.shape[:2])
@@ -284,16 +287,21 @@ def _kinds(scores: Scores, problem: Attention, tiles: Tiles, *arrays: Any) -> Ar
 
 
 def _rewritten(name: str, *operands: Array, scores: Scores, wanted: Sequence[int] = ()) -> Results:
-    """Compute a call by a kernel, and derivatives with respect to other arrays by blocks."""
+    """Compute a call by kernels, and derivatives by arrays that none covers by blocks."""
     of_arrays = tuple(i for i in wanted if i >= 3)
     own = tuple(i for i in wanted if i < 3)
     if name == "forward":
         return _with_tiles(name, operands, scores, ())
     if name == "backward":
         found: dict[int, Array] = {}
-        if own:
-            results = _with_tiles(name, operands, scores, _OF_PRODUCTS)
-            found |= zip(_OF_PRODUCTS, results, strict=True)
+        of_numbers = _of_numbers(operands, scores, of_arrays)
+        if own or of_numbers:
+            results = _with_tiles(name, operands, scores, (*_OF_PRODUCTS, *of_numbers))
+            found |= zip(_OF_PRODUCTS, results, strict=False)
+        if of_numbers and (numbers := _numbers(operands, scores, of_numbers)):
+            arrays = _arrays(name, operands, wanted)
+            results = numbers.gradients(results[3].sum(2), scores, arrays)
+            found |= zip(of_numbers, results, strict=True)
         if 3 in wanted and _bias_problem(operands, scores) is not None:
             found[3] = _bias_gradient(operands, scores)
         if others := tuple(i for i in of_arrays if i not in found):
@@ -314,6 +322,28 @@ def _rewritten(name: str, *operands: Array, scores: Scores, wanted: Sequence[int
         by_blocks = functools.partial(blocks.tangent, scores=scores)
         terms.append(tangent(lambda x, moving: by_blocks(*x, wanted=moving), of_arrays))
     return [sum(x[1:], x[0]) for x in zip(*terms, strict=True)]
+
+
+def _of_numbers(operands: Sequence[Any], scores: Scores, wanted: Sequence[int]) -> tuple[int, ...]:
+    """Return the arrays that a score reads as numbers of a batch and head, as a kernel has them."""
+    found = tuple(i for i in wanted if i >= 3 and _numbers(operands, scores, (i,)))
+    if not found or not _numbers(operands, scores, found):
+        return ()
+    try:
+        _problem("backward", operands, scores, (*_OF_PRODUCTS, *found))
+    except Untranslatable:
+        return ()
+    return found
+
+
+def _numbers(operands: Sequence[Any], scores: Scores, wanted: Sequence[int]) -> ScoreNumbers | None:
+    """Return the numbers that a score reads of those of the arrays that are ``wanted``."""
+    first = 3 + scores.kinds.count("bias")
+    moving = [i - first for i in wanted if i >= 3]
+    if not all(0 <= i < scores.score_arrays + 3 - first for i in moving) or not moving:
+        return None
+    query, arrays = operands[0], _arrays("backward", operands, wanted)
+    return score_numbers(scores, arrays, moving, (query.shape[0], query.shape[2]))
 
 
 def _with_tiles(
@@ -383,17 +413,19 @@ def _bias_gradient(operands: Sequence[Array], scores: Scores) -> Array:
 
 
 def _statistics(out: Array, lse: Array, *cotangents: Array, name: str) -> Array:
-    """Return what the kernels read of each row: the logsumexp in base 2, and a sum."""
+    """Return what the kernels read of each row, as ``backward.cuh`` says."""
     rows = [jnp.where(jnp.isneginf(lse), np.float32(np.inf), lse) * _LOG2_E]
     if name == "backward":
         d_out, d_lse = cotangents
+        # A row without keys has no derivative, whatever the cotangent of its infinite logarithm is.
+        d_lse = jnp.where(jnp.isneginf(lse), 0, d_lse)
         products = out.astype(np.float32) * d_out.astype(np.float32)
-        rows.append(products.sum(-1).transpose(0, 2, 1) - d_lse)
+        rows += [products.sum(-1).transpose(0, 2, 1) - d_lse, d_lse]
     missing = -lse.shape[-1] % STATISTICS_ROWS
     padding = [(0, 0), (0, 0), (0, missing)]
-    fills = np.float32(np.inf), np.float32(0)
+    fills = [np.float32(np.inf), *[np.float32(0)] * (len(rows) - 1)]
     return jnp.stack(
-        [jnp.pad(x, padding, constant_values=fill) for x, fill in zip(rows, fills, strict=False)]
+        [jnp.pad(x, padding, constant_values=fill) for x, fill in zip(rows, fills, strict=True)]
     )
 
 
@@ -403,21 +435,34 @@ def _reference(
     given = operands[: len(operands) - own]
     if kernel == "forward":
         return blocks.forward(*given, scores=scores)
-    function = blocks.tangent if kernel == "tangent" else blocks.backward
-    results = function(*given, scores=scores, wanted=wanted)
-    if kernel == "bias gradient":
-        (parts,) = _like_results(*given, kernel=kernel, scores=scores, own=0)
-        padding = [(0, y - x) for x, y in zip(results[0].shape, parts.shape, strict=True)]
-        return [jnp.pad(results[0], padding).astype(parts.dtype)]
-    return results
+    if kernel == "tangent":
+        return blocks.tangent(*given, scores=scores, wanted=wanted)
+    like = _like_results(*operands, kernel=kernel, scores=scores, wanted=wanted, own=own)[-1]
+    if kernel == "backward" and (numbers := _numbers(given, scores, wanted)):
+        sizes = given[0].shape[0], given[0].shape[2]
+        scores, arrays, position = numbers.as_array(scores, given[_FIRST[kernel] :], sizes)
+        given, wanted = (*given[: _FIRST[kernel]], *arrays), (*_OF_PRODUCTS, 3 + position)
+    *results, last = blocks.backward(*given, scores=scores, wanted=wanted)
+    # A result that has parts has all of the gradient in the first.
+    if last.ndim < like.ndim:
+        last = last[:, :, None]
+    padding = [(0, y - x) for x, y in zip(last.shape, like.shape, strict=True)]
+    return [*results, jnp.pad(last, padding).astype(like.dtype)]
 
 
-def _like_results(*operands: Array, kernel: str, scores: Scores, own: int, **_: Any) -> Results:
+def _like_results(
+    *operands: Array, kernel: str, scores: Scores, wanted: tuple[int, ...], own: int
+) -> Results:
     query, key, value = operands[:3]
+    given = operands[: len(operands) - own]
     if kernel == "backward":
-        return [jnp.zeros_like(x) for x in (query, key, value)]
+        found = [jnp.zeros_like(x) for x in (query, key, value)]
+        if wanted != _OF_PRODUCTS:
+            problem = _problem(kernel, given, scores, wanted)
+            found.append(jnp.zeros(problem.numbers_shape(), np.float32))
+        return found
     if kernel == "bias gradient":
-        problem, bias = _known_bias_problem(operands[: len(operands) - own], scores)
+        problem, bias = _known_bias_problem(given, scores)
         return [jnp.zeros(bias.result_shape(problem), bias.result_dtype(problem))]
     rows = query.shape[:3]
     out = jnp.zeros((*rows, value.shape[3]), query.dtype)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_tilekern.epilogue.primitives import TO_16_BITS
 from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.ops.attention.score_numbers import ScoreNumbers
 from jax_tilekern.ops.attention.scores import Scores, score_jaxpr, slope_jaxpr, visible_jaxpr
 from jax_tilekern.ops.kernel.translation.values import (
     Buffer,
@@ -29,8 +30,12 @@ _SHORTER = TO_16_BITS | {"tanh": ("tanh_of_score", 5)}
 _SCALARS = [("s", F32), *((name, np.dtype(np.int32)) for name in "bhqk")]
 
 
-def score_text(scores: Scores, arrays: Sequence[Any]) -> ScoreText:
+def score_text(
+    scores: Scores, arrays: Sequence[Any], numbers: ScoreNumbers | None = None
+) -> ScoreText:
     """Translate the functions of a call that reads arrays of these types.
+
+    Derivatives are those by the score, and by ``numbers``.
 
     Raises
     ------
@@ -50,11 +55,17 @@ def score_text(scores: Scores, arrays: Sequence[Any]) -> ScoreText:
     score = score_jaxpr(scores, F32, arrays)
     visible = visible_jaxpr(scores, arrays)
     of_score, of_slope = _Written([], ["s"]), _Written([], ["s", "1"])
+    count = len(numbers.numbers) if numbers else 0
     of_mask = _Written([], ["true"])
     if score is not None:
         read = [*memory[:n], *origins]
         of_score = _written(score, _SCALARS, read)
-        of_slope = _written(slope_jaxpr(scores, F32, arrays), _SCALARS, read)
+        slope = (
+            numbers.derivatives_jaxpr(scores, arrays)
+            if numbers
+            else slope_jaxpr(scores, F32, arrays)
+        )
+        of_slope = _written(slope, _SCALARS, read)
     if visible is not None:
         of_mask = _written(visible, _SCALARS[1:], memory[n:])
     pointers = [f"const {CXX_TYPES[x.dtype]}*" for x in arrays]
@@ -65,10 +76,14 @@ def score_text(scores: Scores, arrays: Sequence[Any]) -> ScoreText:
         reads=_constant(bool(pointers)),
         pointers="".join(f"  {kind} {name};\n" for kind, name in zip(pointers, names, strict=True)),
         score=of_score.body("return {};"),
-        derivative=of_slope.body("score = {}; slope = {};"),
+        numbers=count,
+        derivative=of_slope.body(
+            "score = {}; slope = {};" + "".join(f" partials[{i}] = {{}};" for i in range(count))
+        ),
         visible=of_mask.body("return {};"),
     )
-    return ScoreText(text, tuple(pointers), score is not None, visible is not None)
+    has = score is not None, visible is not None
+    return ScoreText(text, tuple(pointers), *has, numbers=count)
 
 
 class _Written(NamedTuple):
@@ -107,14 +122,14 @@ namespace tilekern {{
 
 struct Functions {{
   static constexpr bool kScore = {has_score}, kMask = {has_mask}, kReads = {reads};
-  static constexpr int kScalars = 0;
+  static constexpr int kNumbers = {numbers};
 {pointers}
   float score(float s, int b, int h, int q, int k) const {{
     __builtin_assume(b >= 0 && h >= 0 && q >= 0 && k >= 0);
 {score}
   }}
   void derivative(float s, int b, int h, int q, int k, float& score, float& slope,
-                  float*) const {{
+                  float* partials) const {{
     __builtin_assume(b >= 0 && h >= 0 && q >= 0 && k >= 0);
 {derivative}
   }}

@@ -359,24 +359,24 @@ def _element(x: Any, divisor: int | None, origins: Any, b: Any, *others: Any) ->
     return x.at[tuple(indices)].get(mode="promise_in_bounds")
 
 
-def _of_whole(origins: Any, *indices: Any) -> list[Any]:
+def of_whole(origins: Any, *indices: Any) -> list[Any]:
     """Return the indices in the whole call."""
     if origins is None:
         return list(indices)
     return [*(x + origins[i] for i, x in enumerate(indices[:3])), indices[3]]
 
 
-def _score(scores: Scores, arrays: Arrays, s: Any, *indices: Any) -> Any:
+def score_of(scores: Scores, arrays: Arrays, s: Any, *indices: Any) -> Any:
     if arrays.bias is not None:
         bias = _element(arrays.bias, scores.divisor("bias"), arrays.origins, *indices)
         s = s + bias.astype(s.dtype)
     if scores.score_mod is not None:
-        s = scores.score_mod(s, *_of_whole(arrays.origins, *indices), *arrays.of_score)
+        s = scores.score_mod(s, *of_whole(arrays.origins, *indices), *arrays.of_score)
     return s
 
 
 def _visible(scores: Scores, arrays: Arrays, *indices: Any) -> Any:
-    b, h, q, k = _of_whole(arrays.origins, *indices)
+    b, h, q, k = of_whole(arrays.origins, *indices)
     found = []
     if arrays.mask is not None:
         found.append(_element(arrays.mask, scores.divisor("mask"), arrays.origins, *indices))
@@ -410,7 +410,7 @@ def score_jaxpr(scores: Scores, score: np.dtype[Any], arrays: Sequence[Any]) -> 
     ``score`` is the type of both. ``arrays`` are all of the call, arrays or types; those that the
     score reads are the first ``scores.score_arrays``, and the origins if there are any.
     """
-    return _of_score(_score, scores, score, arrays)
+    return score_as_jaxpr(score_of, scores, score, arrays)
 
 
 def slope_jaxpr(scores: Scores, score: np.dtype[Any], arrays: Sequence[Any]) -> Any:
@@ -418,16 +418,17 @@ def slope_jaxpr(scores: Scores, score: np.dtype[Any], arrays: Sequence[Any]) -> 
 
     def with_slope(scores: Scores, own: Arrays, s: Any, *indices: Any) -> Any:
         def of_s(s: Any) -> Any:
-            return _score(scores, own, s, *indices)
+            return score_of(scores, own, s, *indices)
 
         return jax.jvp(of_s, [s], [jnp.ones_like(s)])
 
-    return _of_score(with_slope, scores, score, arrays)
+    return score_as_jaxpr(with_slope, scores, score, arrays)
 
 
-def _of_score(
+def score_as_jaxpr(
     function: Callable[..., Any], scores: Scores, score: np.dtype[Any], arrays: Sequence[Any]
 ) -> Any:
+    """Return ``function(scores, arrays by their use, s, *indices)`` as ``score_jaxpr`` is."""
     if not scores.has_score:
         return None
     n = scores.score_arrays

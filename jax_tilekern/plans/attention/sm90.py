@@ -46,6 +46,7 @@ class ScoreText:
     pointers: tuple[str, ...]
     has_score: bool
     has_mask: bool
+    numbers: int = 0  # numbers of a batch and head that gradients are by
 
 
 NO_FUNCTIONS = ScoreText("", (), has_score=False, has_mask=False)
@@ -93,6 +94,12 @@ class Attention:
         keys = 64 if self.functions.pointers else 128
         return Tiles(queries=64, keys=128), Tiles(queries=128, keys=keys)
 
+    def numbers_shape(self) -> tuple[int, int, int, int]:
+        """Return the shape of gradients by numbers of the score: a part for 16 queries each."""
+        tiles = self.backward_tiles()[1].queries
+        parts = math.ceil(self.queries / tiles) * tiles // _WARP_ROWS
+        return self.batch, self.heads, parts, self.functions.numbers
+
     def tangent_tiles(self) -> Tiles:
         return Tiles(queries=128, keys=64)
 
@@ -124,7 +131,7 @@ class Bias:
     def result_shape(self, problem: Attention) -> tuple[int, int, int, int]:
         """Return the shape of the result, which has parts of the queries if the bias lacks them."""
         tiles = problem.bias_tiles()
-        parts = math.ceil(problem.queries / tiles.queries) * (tiles.queries // _WARP_ROWS)
+        parts = math.ceil(problem.queries / tiles.queries) * tiles.queries // _WARP_ROWS
         rows = problem.queries if self.has_queries(problem) else parts
         return (*self.shape[:2], rows, problem.keys)
 
@@ -207,7 +214,7 @@ def plan_forward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
 
 
 def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan the gradients of query, key and value.
+    """Plan the gradients of query, key and value, and by numbers of the score if it has any.
 
     Operands are query, key, value, the gradient of out, statistics (``backward.cuh``), lists of
     tiles of queries for tiles of keys, lists of tiles of keys for tiles of queries, and arrays.
@@ -224,6 +231,7 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
     deltas = Scalars.int64(problem.batch * problem.heads * padded)
     sizes = Scalars.pack("i", problem.features), Scalars.pack("i", problem.value_features)
     statistics_bytes = 1024
+    has_numbers = problem.functions.numbers > 0
     maps = (_query(problem, 0, by_keys.queries), *_keys_and_values(problem, (1, 2), by_keys.keys))
     keys = _launch(
         problem,
@@ -250,13 +258,21 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         of_keys=False,
         rows=by_queries.queries,
         maps=(*maps, _out(problem, 3, by_queries.queries)),
-        parameters=(Buffer(4), Buffer(out), *_lists(5 + lists, lists), deltas, sizes[0]),
+        parameters=(
+            Buffer(4),
+            Buffer(out),
+            Buffer(out + 3 if has_numbers else out),
+            *_lists(5 + lists, lists),
+            deltas,
+            sizes[0],
+        ),
         arrays=range(first_array, out),
         shared=(by_queries.queries + by_queries.stages * by_queries.keys)
         * (features + values)
         * _ITEM_BYTES,
     )
-    return _plan(problem, gpu, "attention_gradient", (keys, queries), (5, 2 * lists, 3))
+    results = 3 + has_numbers
+    return _plan(problem, gpu, "attention_gradient", (keys, queries), (5, 2 * lists, results))
 
 
 def plan_tangent(

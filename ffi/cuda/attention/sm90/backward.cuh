@@ -6,8 +6,13 @@
 // dS = P * (dP - d), times the derivative of the score function. Then dV = P^T dO, dK = dS^T Q and
 // dQ = dS K. Accumulators of P and dS are lhs of these products.
 //
+// A score may be a function of numbers of each batch and head. The kernel of queries adds up their
+// gradients, sum(P * (dP - d) * p) with the derivatives p. The rounding of O in d matters there,
+// since these sums cancel, so it computes rowsum(P * dP) again.
+//
 // `statistics` has, for each head and row up to a whole number of tiles, the logsumexp in base 2
-// (infinity for rows that see no key or are none), and behind all of them d.
+// (infinity for rows that see no key or are none), behind all of them d less the gradient of the
+// logsumexp, and behind these that gradient.
 #pragma once
 
 #include "attention/sm90/query_tile.cuh"
@@ -193,6 +198,27 @@ struct BackwardQueriesLayout {
   static constexpr int kStageBytes = Keys::kBytes + Values::kBytes;
 };
 
+// Sums over a row of the gradients by numbers.
+template <int kNumbers>
+struct NumberSums {
+  float totals[kNumbers + 1] = {}, shares[kNumbers + 1] = {};
+  // The sum of P * (dP - d), of which the exact d would leave the gradient of the logsumexp.
+  float rest = 0;
+
+  void add(float weight, float d_score, const float* partials) {
+    rest += weight * d_score;
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+      // A derivative may be infinite at keys that have no weight.
+      const float share = weight == 0 ? 0 : weight * partials[i];
+      totals[i] += share * d_score;
+      shares[i] += share;
+    }
+  }
+
+  float corrected(int i) const { return totals[i] - rest * shares[i]; }
+};
+
 template <typename T, AttentionConfig config, class Functions>
 class AttentionBackwardQueries {
   using Layout = BackwardQueriesLayout<config>;
@@ -201,6 +227,7 @@ class AttentionBackwardQueries {
   using Keys = typename Layout::Keys;
   using Values = typename Layout::Values;
   using Tile = QueryTile<T, config, Layout, Functions>;
+  static constexpr int kNumbers = Functions::kNumbers;
 
  public:
   AttentionBackwardQueries(const AttentionShape& shape, const Functions& functions,
@@ -209,7 +236,7 @@ class AttentionBackwardQueries {
       : tile_(shape, functions, counts, lists, statistics), deltas_(deltas) {}
 
   void run(const TensorMap& query, const TensorMap& key, const TensorMap& value,
-           const TensorMap& d_out, T* d_query, int features) {
+           const TensorMap& d_out, T* d_query, float* d_numbers, int features) {
     tile_.run(
         [&](uint32 to, int first, uint32 barrier) {
           Queries::load(to, query, first, tile_.head, tile_.batch, barrier);
@@ -226,6 +253,7 @@ class AttentionBackwardQueries {
           store_rows(d_query + (row * shape.heads + tile_.head) * features,
                      static_cast<int64>(shape.heads) * features, shape.queries - tile_.first_query,
                      features, d_queries_, {shape.scale, shape.scale});
+          if constexpr (kNumbers > 0) store_numbers(d_numbers);
         });
   }
 
@@ -250,9 +278,19 @@ class AttentionBackwardQueries {
       warpgroup_commit_batch();
       warpgroup_wait<1>();
       warpgroup_fence_operand(scores);
-      tile_.weigh(scores, unused, logsumexp, first_key, masked, Unused());
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(d_weights);
+      if constexpr (kNumbers > 0) {
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(d_weights);
+        tile_.weigh(scores, unused, logsumexp, first_key, masked,
+                    [&](int j, float weight, const float* partials) {
+                      const int r = j >> 1 & 1;
+                      numbers_[r].add(weight, d_weights[j] - delta[r], partials);
+                    });
+      } else {
+        tile_.weigh(scores, unused, logsumexp, first_key, masked, Unused());
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(d_weights);
+      }
 #pragma unroll
       for (int j = 0; j < Tile::kCount; ++j) scores[j] *= d_weights[j] - delta[j >> 1 & 1];
       as_lhs<T>(d_scores, scores);
@@ -265,9 +303,32 @@ class AttentionBackwardQueries {
     });
   }
 
+  // Stores the sums of each warp's 16 queries.
+  void store_numbers(float* d_numbers) {
+    float d_logsumexp[2];
+    tile_.read_rows(d_logsumexp, 2 * deltas_, 0);
+    const auto sum = [](float x, float y) { return x + y; };
+    const int64 row =
+        (static_cast<int64>(tile_.batch) * tile_.shape.heads + tile_.head) * tile_.shape.tiles +
+        tile_.tile;
+    d_numbers += (row * 4 * Tile::kConsumers + threadIdx.x / 32) * kNumbers;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      numbers_[r].rest = reduced_over_row(numbers_[r].rest, sum) - d_logsumexp[r];
+    }
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+      float total = numbers_[0].corrected(i) + numbers_[1].corrected(i);
+#pragma unroll
+      for (int lanes = 1; lanes < 32; lanes *= 2) total += __shfl_xor_sync(~0u, total, lanes);
+      if (threadIdx.x % 32 == 0) d_numbers[i] = total;
+    }
+  }
+
   Tile tile_;
   int64 deltas_;
   float d_queries_[config.features / 2];
+  NumberSums<kNumbers> numbers_[2];
 };
 
 template <typename T, AttentionConfig config, class Functions, typename... Operands>
@@ -291,13 +352,14 @@ __global__ void __launch_bounds__(config.threads(config.queries), 1)
                                const __grid_constant__ TensorMap key,
                                const __grid_constant__ TensorMap value,
                                const __grid_constant__ TensorMap d_out, const float* statistics,
-                               T* d_query, const int32* counts, const int32* lists, int64 deltas,
-                               int features, const __grid_constant__ AttentionShape shape,
+                               T* d_query, float* d_numbers, const int32* counts,
+                               const int32* lists, int64 deltas, int features,
+                               const __grid_constant__ AttentionShape shape,
                                const __grid_constant__ Operands... operands) {
   const Functions functions{operands...};
   AttentionBackwardQueries<T, config, Functions>(shape, functions, counts, lists, statistics,
                                                  deltas)
-      .run(query, key, value, d_out, d_query, features);
+      .run(query, key, value, d_out, d_query, d_numbers, features);
 }
 
 }  // namespace tilekern

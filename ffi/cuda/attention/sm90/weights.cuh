@@ -2,7 +2,7 @@
 //
 // `Functions` has besides those of the forward kernel
 //
-//   kScalars                        numbers of a batch and head that derivatives are wanted of
+//   kNumbers                        numbers of a batch and head that derivatives are wanted by
 //   derivative(s, b, h, q, k, score, slope, partials)
 //                                   the score, and its derivatives by s and by these numbers
 #pragma once
@@ -18,7 +18,7 @@ struct BoolConstant {
 
 // Scores in, P times the slope out; P goes to `weights` as lhs. Functions of an accumulator's index
 // give its query, its key, its scaled product, and the logsumexp in base 2. `use(j, weight,
-// partials)` is called with each weight and the derivatives by the scalars.
+// partials)` is called with each weight and the derivatives by the numbers.
 template <typename T, class Functions, int kCount, class Query, class Key, class Scaled,
           class Logsumexp, class Use>
 inline void weigh_again(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4],
@@ -32,7 +32,7 @@ inline void weigh_again(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4
 #pragma unroll
       for (int of = 0; of < 2; ++of) {
         const int q = query(j + of), k = key(j + of);
-        float score = scaled(j + of), slope = 1, partials[Functions::kScalars + 1];
+        float score = scaled(j + of), slope = 1, partials[Functions::kNumbers + 1];
         if constexpr (Functions::kScore) {
           functions.derivative(score, batch, head, readable<Functions>(q, shape.queries),
                                readable<Functions>(k, shape.keys), score, slope, partials);
@@ -75,7 +75,7 @@ inline void read_statistics(float (&values)[2], const float* statistics,
   }
 }
 
-// The `use` of kernels without scalars.
+// The `use` of kernels without numbers.
 struct Unused {
   void operator()(int, float, const float*) const {}
 };
