@@ -154,6 +154,19 @@ def test_a_failing_kernel_falls_back_alone():
     assert "deferred" not in text
 
 
+def test_a_failing_kernel_falls_back_in_each_copy_of_its_function():
+    def function(x):
+        once = jax.checkpoint(lambda x: jnp.sin(jtk.transpose(x)))
+        return once(x) + once(x + 1)
+
+    warns = pytest.warns(RuntimeWarning, match="its kernel failed: error: planted")
+    with outcomes.entered("DEFAULT"), _compiling(_failing), warns:
+        text = _text(function, X)
+    assert _launches(text) == 0
+    assert text.count("stablehlo.transpose") == 2
+    assert "deferred" not in text
+
+
 def test_a_failing_kernel_is_an_error_in_strict_mode():
     with jtk.strict(), _compiling(_failing), pytest.raises(jtk.CompileError, match="planted"):
         _lowered(three_kernels, X)
@@ -171,6 +184,22 @@ def test_an_error_of_another_call_is_raised():
     with pytest.raises(NotImplementedError, match="fails"):
         _lowered(function, X)
     assert _launches(_text(three_kernels, X)) == 3
+
+
+def test_a_program_is_lowered_while_another_is():
+    inner = []
+
+    def rule(_, value):
+        inner.append(_text(two_cuda_kernels, X))
+        return [value]
+
+    lowers = compat.Primitive("lowers")
+    lowers.def_abstract_eval(lambda x: x)
+    compat.mlir.register_lowering(lowers, rule)
+    outer = _text(lambda x: three_kernels(lowers.bind(jtk.add(x, x))), X)
+    assert _launches(outer) == 3
+    assert [_launches(text) for text in inner] == [2]
+    assert "deferred" not in outer + inner[0]
 
 
 def test_exported_programs_have_their_cubins(compiled_names):

@@ -104,7 +104,8 @@ class _Call:
                     casts[i].result if i in casts else operand
                     for i, operand in enumerate(stand_in.operands)
                 ]
-                results = self.rule(self.ctx, *operands)
+                # A rule may set the tokens of a context once.
+                results = self.rule(self.ctx.replace(tokens_out=None), *operands)
         finally:
             module.ip = end
         for old, new in zip(stand_in.results, results, strict=True):
