@@ -176,6 +176,38 @@ def _of_bias(name: str, sizes: Sizes, peer_of: Function, peer: str) -> Iterator[
     yield program(f"{name}, with gradient", operands, sides)
 
 
+def _of_numbers(
+    sizes: Sizes, slopes: Any, learned: Any, named: Callable[[str, Sizes], str]
+) -> Iterator[Program]:
+    """Yield gradients by arrays that scores read by the head, against those without them."""
+
+    def operands(x: Any) -> Sequence[Any]:
+        query, key, value, cotangent = _operands(sizes)
+        return query, key, value, x, cotangent
+
+    for name, x, function in (
+        ("slopes", slopes, lambda x, s, b, h, q, k: s - x[h] * (q - k)),
+        ("a temperature", learned, lambda x, s, b, h, q, k: s * x[h]),
+        ("a cap", learned, lambda x, s, b, h, q, k: _CAP * x[h] * jnp.tanh(s / (_CAP * x[h]))),
+    ):
+
+        def attention(query: Any, key: Any, value: Any, x: Any, function: Any = function) -> Any:
+            score_mod = functools.partial(function, x)
+            return jtk.attention(query, key, value, score_mod=score_mod, is_causal=True)
+
+        def fixed(query: Any, key: Any, value: Any, x: Any, attention: Any = attention) -> Any:
+            return attention(query, key, value, jax.lax.stop_gradient(x))
+
+        yield Program(
+            named(f"gradient by {name}", sizes),
+            functools.partial(operands, x),
+            {"ours": with_gradient(attention), "plain": with_gradient(fixed)},
+            errors=lambda *_: {},
+            peer="plain",
+            group=_OF_FUNCTIONS,
+        )
+
+
 def _functions(
     sizes: Sizes, length: int, heads: int, named: Callable[[str, Sizes], str]
 ) -> Iterator[Program]:
@@ -208,6 +240,7 @@ def _functions(
             "plain": functools.partial(jtk.attention, **plain),
         }
         yield program(named(name, sizes), first, sides)
+    yield from _of_numbers(sizes, slopes, learned, named)
     packed = sizes[0] // 2 or 1, 2 * length, *sizes[2:]
     documents = jnp.repeat(documents, 2)
     sides = {

@@ -16,11 +16,11 @@ import jax_tilekern as jtk
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # For benchmarks.
 from benchmarks.catalog.oracles import ORACLES
 
-SLOPES = jnp.array([0.1, 0.3])
+SLOPES = np.array([0.1, 0.3], np.float32)
 
 
-def slopes(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    return s - SLOPES[h] * (q - k)
+def slopes(x: Any, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s - x[h] * (q - k)
 
 
 # Sizes of (batch, queries, keys, heads, key heads, features, value features), the shape of a bias,
@@ -36,7 +36,11 @@ def everything(m: Any, options: dict[str, Any], operands: Any, d_out: Any, dots:
     """Return the result, the gradients and a tangent."""
 
     def attention(*x: Any) -> Any:
-        return m.attention(*x, **options)
+        if "score_mod" not in options:
+            return m.attention(*x, **options)
+        # The last operand is what the function reads.
+        score_mod = functools.partial(options["score_mod"], x[-1])
+        return m.attention(*x[:-1], **options | {"score_mod": score_mod})
 
     out, back = jax.vjp(attention, *operands)
     return out, *back(d_out), jax.jvp(attention, operands, dots)[1]
@@ -49,6 +53,8 @@ for (b, t, s, n, k, h, d), bias, options in CALLS:
     operands, dots = (
         tuple(jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in shapes) for _ in range(2)
     )
+    if "score_mod" in options:
+        operands, dots = (*operands, jnp.asarray(SLOPES)), (*dots, jnp.asarray(SLOPES))
     d_out = jnp.asarray(rng.standard_normal((b, t, n, d)), jnp.bfloat16)
     results = {}
     for name, m in (("ours", jtk), ("exact", ORACLES)):

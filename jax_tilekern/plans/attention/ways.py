@@ -169,7 +169,7 @@ class _Launch(NamedTuple):
 
 
 def _tiles_cycles(call: Pass, gpu: Gpu, launch: _Launch) -> float:
-    """Return the cycles of the busiest SM; products and scores take turns."""
+    """Return the cycles of the busiest SM; products and scores alternate."""
     sizes, rates = call.sizes, gpu.rates
     tiles = sizes.batch * sizes.heads * math.ceil(launch.rows / _TILE)
     scores = call.share * _TILE * _padded(launch.others)
