@@ -1,4 +1,4 @@
-"""``scans``: cumulative reductions and linear recurrences against JAX's own."""
+"""``scans``: cumulative reductions, recurrences against JAX's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 import jax_tilekern as jtk
-from benchmarks.programs import Arrays, Program, program_command
+from benchmarks.programs import KERNELS, Arrays, Program, program_command
 
 _BF16, _F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
@@ -33,16 +33,22 @@ def _by_associative_scan(a: Any, b: Any) -> Any:
     return lax.associative_scan(combine, (a, b), axis=1)[1]
 
 
+def _program(
+    name: str, operands: Callable[[], Arrays], ours: Any, theirs: Any, group: str
+) -> Program:
+    """Return a program whose third side has kernels whatever is predicted."""
+    sides = {"ours": ours, "kernel": ours, "XLA": theirs}
+    return Program(name, operands, sides, group=group, contexts={"kernel": KERNELS})
+
+
 def _cumulative(name: str, shape: tuple[int, ...], dtype: Any = _F32) -> Program:
     axis = len(shape) - 1
-    return Program(
+    return _program(
         f"{name} {' x '.join(map(str, shape))}, {dtype}",
         lambda: (_normal(*shape, dtype=dtype),),
-        {
-            "ours": lambda x: getattr(jtk, name)(x, axis),
-            "XLA": lambda x: getattr(lax, name)(x, axis),
-        },
-        group=f"`{name}`",
+        lambda x: getattr(jtk, name)(x, axis),
+        lambda x: getattr(lax, name)(x, axis),
+        f"`{name}`",
     )
 
 
@@ -58,32 +64,32 @@ def _recurrences(shape: tuple[int, ...], dtype: Any = _F32) -> Iterator[Program]
         return lambda a, b, cotangent: jax.vjp(f, a, b)[1](cotangent)
 
     ours: Callable[..., Any] = functools.partial(jtk.linear_recurrence, axis=1)
-    sides: dict[str, Callable[..., Any]] = {"ours": ours, "XLA": _by_associative_scan}
-    yield Program(
-        f"recurrence {title}", functools.partial(operands, gradient=False), sides,
-        group="`linear_recurrence`",
+    yield _program(
+        f"recurrence {title}", functools.partial(operands, gradient=False),
+        ours, _by_associative_scan, "`linear_recurrence`",
     )  # fmt: skip
-    yield Program(
+    yield _program(
         f"gradient {title}", functools.partial(operands, gradient=True),
-        {name: pulled(f) for name, f in sides.items()}, group="`linear_recurrence`, gradient",
+        pulled(ours), pulled(_by_associative_scan), "`linear_recurrence`, gradient",
     )  # fmt: skip
 
 
 def _programs(_: argparse.Namespace) -> Iterator[Program]:
-    sizes: tuple[tuple[int, ...], ...] = (
-        (2**24,), (4096, 4096), (64, 65536), (1024,), (100_000,), (256, 1000), (1_000_000,)
-    )  # fmt: skip
-    for size in sizes:
-        yield _cumulative("cumsum", size)
+    large: tuple[tuple[int, ...], ...] = ((2**24,), (4096, 4096), (64, 65536))
+    small: tuple[tuple[int, ...], ...] = ((1024,), (100_000,), (256, 1000), (1_000_000,))
+    for shape in large:
+        yield _cumulative("cumsum", shape)
+    yield from _recurrences((8, 2048, 4096))
+    yield from _recurrences((1, 65536, 128))
+    for shape in small:
+        yield _cumulative("cumsum", shape)
+    for shape in ((4, 256, 64), (1, 4096, 256)):
+        yield from _recurrences(shape)
     yield _cumulative("cumsum", (64, 65536), _BF16)
     for name in ("cummax", "cumlogsumexp"):
         yield _cumulative(name, (4096, 4096))
-    shapes: tuple[tuple[int, ...], ...] = (
-        (8, 2048, 4096), (1, 65536, 128), (4, 256, 64), (1, 4096, 256), (512, 16384)
-    )  # fmt: skip
-    for shape in shapes:
-        yield from _recurrences(shape)
     yield from _recurrences((8, 2048, 4096), _BF16)
+    yield from _recurrences((512, 16384))
 
 
 COMMAND = program_command("scans", _programs)

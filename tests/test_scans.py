@@ -81,12 +81,24 @@ def test_errors_of_jax(error, message, call):
         call(jnp.ones((4, 5)))
 
 
+def sums(x):
+    return jtk.cumsum(x, x.ndim - 1)
+
+
+def recurrence(x):
+    return jtk.linear_recurrence(x, x, axis=1)
+
+
 @pytest.mark.defaults
 @pytest.mark.parametrize(
-    ("shape", "is_kernel"), [((4096, 4096), True), ((1 << 24,), True), ((1000,), False)]
-)
-def test_what_is_predicted_to_be_faster(shape, is_kernel):
+    ("function", "shape", "is_kernel"),
+    [
+        (sums, (4096, 4096), True), (sums, (1 << 24,), True), (sums, (1000,), False),
+        (recurrence, (4, 256, 64), True),
+    ],
+)  # fmt: skip
+def test_what_is_predicted_to_be_faster(function, shape, is_kernel):
     x = jax.ShapeDtypeStruct(shape, F32)
     with jtk.gpu_target("H200"):
-        (choice,) = jtk.explain(lambda x: jtk.cumsum(x, len(shape) - 1), x)
+        (choice,) = jtk.explain(function, x)
     assert (choice.kernel is not None) == is_kernel, choice

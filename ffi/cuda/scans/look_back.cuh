@@ -7,7 +7,7 @@
 //     struct Vector {...};               // the bits of adjacent elements of each array
 //     static constexpr int kVector = 4;  // elements of a vector
 //     static constexpr bool kReverse, kInitial;
-//     Vector load(int64 at, int count, const Row& row) const;
+//     Vector load(int64 at, int count, const Row& row) const;  // or of Before
 //     static Value value(const Vector& vector, int i);
 //     static Value combine(const Value& earlier, const Value& later);
 //     Value initial(int64 sequence) const;  // what precedes the first element, with kInitial
@@ -76,11 +76,16 @@ __global__ void __launch_bounds__(256) clear_published(uint64* slots, int64 coun
   }
 }
 
-// The number of the CTA's tile; slot 0 counts tickets. All threads of the CTA call it.
+// The next number of a tile; slot 0 counts them.
+inline uint32 request_ticket(uint64* slots) {
+  return atomicAdd(reinterpret_cast<uint32*>(slots), 1u);
+}
+
+// The number of the CTA's first tile. All threads of the CTA call it.
 inline uint32 take_ticket(uint64* slots) {
   __shared__ uint32 ticket;
   wait_for_prerequisites();
-  if (threadIdx.x == 0) ticket = atomicAdd(reinterpret_cast<uint32*>(slots), 1u);
+  if (threadIdx.x == 0) ticket = request_ticket(slots);
   __syncthreads();
   return ticket;
 }
@@ -90,6 +95,12 @@ struct Row {
   int64 begin;
   int64 end;
   int64 before;
+};
+
+// The distance to the element before in the order of a sequence, and whether there is one.
+struct Before {
+  int64 step;
+  bool exists;
 };
 
 // Loads adjacent elements, the first `count` of kBytes.
@@ -134,9 +145,8 @@ inline Bits<kBytes> load_before_along(const T* array, int64 at, int count, const
 
 // The same where vectors lie across sequences.
 template <int kBytes, typename T>
-inline Bits<kBytes> load_before_across(const T* array, int64 at, const Row& row) {
-  const int64 place = at + row.before;
-  return row.begin <= place && place < row.end ? load_once<kBytes>(array + place) : Bits<kBytes>{};
+inline Bits<kBytes> load_before_across(const T* array, int64 at, const Before& before) {
+  return before.exists ? load_once<kBytes>(array + at + before.step) : Bits<kBytes>{};
 }
 
 // The value of another lane.

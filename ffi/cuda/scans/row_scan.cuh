@@ -59,7 +59,7 @@ inline Prefix<Scan> before_tile(const Scan& scan, uint64* slots, uint32 row, uin
 // kWarps warps have a tile of a row, each of them kVectors times 32 adjacent vectors. Without
 // kLookBack a row is one tile.
 template <class Scan, int kWarps, int kVectors, bool kLookBack, typename... Fields>
-__global__ void __launch_bounds__(kRowScanThreads, 3)
+__global__ void __launch_bounds__(kRowScanThreads, sizeof(typename Scan::Value) <= 16 ? 3 : 1)
     scan_rows(uint64* slots, const __grid_constant__ RowScanShape shape,
               const __grid_constant__ Fields... fields) {
   using Value = typename Scan::Value;

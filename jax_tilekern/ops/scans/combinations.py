@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import cuda_text, rounded
-from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.plans.scans.problem import Combination
 
@@ -72,15 +72,15 @@ def combination(function: Callable[..., Any], dtypes: tuple[Dtype, ...]) -> Comb
     numbers = [
         computed_dtype(dtype) for dtype, n in zip(dtypes, parts, strict=True) for _ in range(n)
     ]
-    return combination_of_numbers(of_numbers, numbers)
+    first, *others = 2 * numbers
+    return combination_of_scalars(trace_scalars(of_numbers, first, first, others).function, numbers)
 
 
-def combination_of_numbers(function: Callable[..., Any], dtypes: Sequence[Dtype]) -> Combination:
+def combination_of_scalars(function: ScalarFunction, dtypes: Sequence[Dtype]) -> Combination:
     """Translate a function of the numbers of the earlier value, and then those of the later one.
 
     Raises ``Untranslatable`` if a primitive or type has no CUDA.
     """
-    first, *others = (*dtypes, *dtypes)
-    text = cuda_text(trace_scalars(function, first, first, others).function)
+    text = cuda_text(function)
     results = (rounded(x, dtype) for x, dtype in zip(text.results, dtypes, strict=True))
     return Combination(text.statements, tuple(results), text.instructions)

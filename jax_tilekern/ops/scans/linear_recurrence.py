@@ -261,6 +261,7 @@ def _cuda(
         combination=lambda: combination(_combine, (dtype, dtype)),
         outputs=(1,),
         initial=initial if len(operands) > 2 else (),
+        in_levels=True,
     )
 
 

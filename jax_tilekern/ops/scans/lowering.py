@@ -36,6 +36,7 @@ def planned_scan(
     combination: Callable[[], Combination],
     outputs: Sequence[int],
     initial: Sequence[str | None] = (),
+    in_levels: bool = False,
 ) -> PlannedKernel | Fallback:
     """Plan scans of operands of one shape along an axis; others follow them in ``operands``."""
     shape = operands[0].aval.shape
@@ -50,6 +51,7 @@ def planned_scan(
             outputs=tuple(outputs),
             combination=combination(),
             initial=tuple(initial),
+            in_levels=in_levels,
         )
     except Untranslatable as error:
         return Fallback(str(error))

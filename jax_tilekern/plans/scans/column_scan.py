@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.occupancy import occupancy
 from jax_tilekern.plans.scans.look_back import LookBack
 from jax_tilekern.plans.scans.problem import Scan
 from jax_tilekern.plans.scans.scan_text import ScanText
@@ -74,7 +76,7 @@ class ColumnScan:
         return math.ceil(self.scan.columns / (self.lanes * self.vector))
 
     @property
-    def ctas(self) -> int:
+    def tiles_of_all(self) -> int:
         return self.scan.outer * self.tiles * self.blocks
 
     @property
@@ -84,7 +86,7 @@ class ColumnScan:
 
     def plan(self, gpu: Gpu) -> LaunchPlan | NoKernel:
         s = self.scan
-        if self.ctas > _MAX_CTAS or s.length > _MAX_CTAS:
+        if self.tiles_of_all > _MAX_CTAS or s.length > _MAX_CTAS:
             return NoKernel(f"{s.outer} x {s.length} x {s.columns} elements")
         if self.shared_bytes > _MAX_SHARED_BYTES:
             return NoKernel(f"values of {s.value_bytes} bytes")
@@ -102,10 +104,14 @@ class ColumnScan:
         shape = Scalars.pack("q4I", s.columns, s.length, s.outer, self.tiles, self.blocks)
         launch = Launch(
             entry=compiled.entry(kernel.name),
-            grid=(self.ctas, 1, 1),
+            grid=(self.tiles_of_all, 1, 1),
             block=(self.lanes * self.rows, 1, 1),
             parameters=(slots, shape, *text.buffers),
         )
+        found = occupancy(launch, gpu)
+        resident = gpu.sm_count * (found.blocks if found else 1)
+        ctas = min(self.tiles_of_all, resident)
+        launch = dataclasses.replace(launch, grid=(ctas, 1, 1))
         return LaunchPlan(
             name=s.name,
             gpu=gpu,
@@ -113,5 +119,5 @@ class ColumnScan:
             alignments=text.alignments,
             workspace_bytes=(look_back.bytes,) if looks_back else (),
             reason=f"tiles of {self.rows * self.steps} steps by {self.lanes * self.vector} "
-            f"columns, {self.tiles} of a sequence, {self.ctas} CTAs",
+            f"columns, {self.tiles} of a sequence, {ctas} CTAs",
         )

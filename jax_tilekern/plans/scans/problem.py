@@ -64,6 +64,7 @@ class Scan:
     # The numbers of a value before the first element, of which ``None`` is one of the next operand,
     # as wide as the last input. Empty without it.
     initial: tuple[str | None, ...] = ()
+    in_levels: bool = False  # whether XLA combines pairs, then pairs of these, and so on
 
     @property
     def numbers(self) -> tuple[str, ...]:

@@ -45,8 +45,14 @@ class RowScan:
     def thread_vectors(self) -> int:
         """Vectors of a thread."""
         sizes = [self.vector * x.dtype.itemsize for x in self.scan.inputs]
-        most = min(_ARRAY_BYTES // max(sizes), _LOADED_BYTES // sum(sizes))
-        return max(1, min(most, power_of_two(math.ceil(self.vectors / WARP))))
+        # Each vector has a value of what precedes it.
+        most = min(
+            _ARRAY_BYTES // max(sizes),
+            _LOADED_BYTES // sum(sizes),
+            _LOADED_BYTES // self.scan.value_bytes,
+        )
+        most = 1 << max(1, most).bit_length() - 1
+        return min(most, power_of_two(math.ceil(self.vectors / WARP)))
 
     @property
     def warps(self) -> int:

@@ -105,6 +105,7 @@ class ScanText:
             reverse=str(s.reverse).lower(),
             has_initial=str(bool(s.initial)).lower(),
             pointers="\n  ".join(pointers),
+            place="Row" if self.along else "Before",
             loads=",\n            ".join(loads),
             values=",\n            ".join(values),
             operands=operands,
@@ -153,7 +154,7 @@ struct GeneratedScan {{
 
   {pointers}
 
-  Vector load(int64 at, int count, const Row& row) const {{
+  Vector load(int64 at, int count, const {place}& row) const {{
     return {{{loads}}};
   }}
   static Value value(const Vector& vector, int i) {{
