@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -61,6 +62,10 @@ def _columns(columns: int, at_least: int = 1) -> int:
     return columns if on_gpu() else max(columns // _CPU_PART, at_least)
 
 
+def _first_sorted(a: Any, *others: Any) -> Arrays:
+    return jnp.sort(a), *others
+
+
 def _programs(_: argparse.Namespace) -> Iterator[Program]:
     for k, rows, columns, dtype in _TOP_K:
         size = _columns(columns, k)
@@ -82,6 +87,12 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
             f"median {rows:,} x {size:,} float32", "`median`", lambda x: jtk.median(x, 1),
             lambda x: jnp.median(x, 1), ((rows, size), _F32),
         )  # fmt: skip
+    size = _columns(2**20)
+    searches = _program(
+        f"searchsorted {size:,} in {size:,} float32", "`searchsorted`", jtk.searchsorted,
+        jnp.searchsorted, ((size,), _F32), ((size,), _F32),
+    )  # fmt: skip
+    yield dataclasses.replace(searches, arguments=lambda: _first_sorted(*searches.arguments()))
 
 
 COMMAND = program_command("the largest elements and orders of rows", _programs)

@@ -63,6 +63,7 @@ from jax_tilekern.ops.segments.plan import SegmentPlan, segment_plan
 from jax_tilekern.ops.segments.small_integers import bincount, sort_by_key
 from jax_tilekern.ops.segments.take import scatter_add, take
 from jax_tilekern.ops.selection.quantile import median, percentile, quantile
+from jax_tilekern.ops.selection.searchsorted import searchsorted
 from jax_tilekern.ops.selection.sort import argsort, sort
 from jax_tilekern.ops.selection.top_k import top_k
 from jax_tilekern.plans.gpu import Gpu, NoGpu
@@ -137,6 +138,7 @@ __all__ = [
     "scaled_matmul",
     "scaled_ragged_dot",
     "scatter_add",
+    "searchsorted",
     "segment_max",
     "segment_mean",
     "segment_min",

@@ -1,6 +1,7 @@
 """Kernels of selection, emulated on a CPU, against JAX's own, bit for bit."""
 
 import emulated_plans
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jax_tilekern.plans.selection.order_statistics import (
     OrderStatistics,
     plan_order_statistics,
 )
+from jax_tilekern.plans.selection.searchsorted import Searches, plan_searchsorted
 from jax_tilekern.plans.selection.sort_rows import SortedRows, plan_sort_rows
 from jax_tilekern.plans.selection.top_k import MAX_K, TopK, levels_of, plan_top_k
 
@@ -127,6 +129,21 @@ def test_order_statistics(rng, dtype, kind, indices, rows, columns):
     if dtype not in INTEGERS:
         values[0], order[0] = np.nan, 0
     assert_same_bits(found, (values, order)[: 1 + indices])
+
+
+@pytest.mark.parametrize("dtype", ORDERED, ids=str)
+@pytest.mark.parametrize("kind", ["bits", "equal", "special"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("count", "queries"), [(1, 5), (33, 1025), (2048, 3000), (4095, 7)])
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.one_in(40)
+def test_searchsorted(rng, dtype, kind, side, count, queries, is_sorted):
+    a, v = (elements(rng, kind, (size,), dtype) for size in (count, queries))
+    a = np.asarray(lax.sort(a)) if is_sorted else a
+    problem = Searches(count, queries, dtype, side == "right")
+    results = [(v.shape, np.dtype(np.int32))]
+    found = run(lambda: plan_searchsorted(problem, H100), [a, v], results)
+    assert_same_bits(found, [jnp.searchsorted(a, v, side)])
 
 
 def test_rows_of_16384(rng):

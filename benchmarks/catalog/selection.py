@@ -105,8 +105,25 @@ def quantiles(draw: Draw, name: str) -> Call:
     )  # fmt: skip
 
 
+def searches(draw: Draw, name: str) -> Call:
+    """Draw searches in an array that ascends."""
+    count, shape = draw.size(), (draw.size(), draw.size(20))
+    dtype, side = draw.type(*FLOATS, *_INTEGERS), draw.one("left", "right")
+    values = draw.value(draw.operand((count,), dtype), special=False)
+    values = values[np.argsort(wide(values), kind="stable")]
+
+    def errors(result, v, a):
+        return [compared(result, np.searchsorted(wide(a), wide(v), side), 0)]
+
+    return Call(
+        name, f"{side=}", (draw.operand(shape, dtype), draw.given(values)),
+        lambda m, v, a: m.searchsorted(a, v, side), errors, is_plain=False,
+    )  # fmt: skip
+
+
 DESCRIPTIONS = [
     *describe(largest, "top_k"),
     *describe(orders, "sort", "argsort"),
+    *describe(searches, "searchsorted", derivatives=0),
     *describe(quantiles, "quantile", "percentile", "median"),
 ]
