@@ -293,3 +293,26 @@ def test_a_patched_step_has_no_array_of_scores(heads):
     assert not scores.search(patched)
     assert fused.search(patched)
     assert "__cudnn$fmhaSoftmaxBackward" in patched or "attention_gradient_bfloat" in patched
+
+
+# -- Tokens of a large vocabulary
+
+sampling = example("sampling")
+
+
+def test_tokens_are_those_of_a_sort(capsys):
+    assert sampling.main(rows=8, vocabulary=3000) == 0
+    assert "rows that keep other tokens than a sort: 0" in capsys.readouterr().out
+
+
+def test_draws_have_the_probabilities_of_kept_tokens(rng):
+    logits = jnp.asarray(2 * rng.standard_normal((1, 40)), jnp.float32)
+    draws = 4000
+    found = sampling.sample(jax.random.key(1), jnp.repeat(logits, draws, 0), 1.0, 10, 0.8)
+    probabilities = np.where(sampling.kept_by_sort(logits, 10, 0.8), jax.nn.softmax(logits), 0)[0]
+    probabilities /= probabilities.sum()
+    shares = np.bincount(found, minlength=40) / draws
+    # Five standard deviations of a share.
+    deviations = np.sqrt(probabilities * (1 - probabilities) / draws)
+    assert np.all(np.abs(shares - probabilities) <= 5 * deviations)
+    assert 1 < np.count_nonzero(probabilities) < 10
