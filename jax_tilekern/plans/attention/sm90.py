@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,12 @@ class Attention:
         """Features of a key and of a value in a tile."""
         chunks = math.ceil(self.features / _CHUNK), math.ceil(self.value_features / _CHUNK)
         return _CHUNK * chunks[0], _CHUNK * chunks[1]
+
+    @property
+    def statistics(self) -> int:
+        """Elements of an array of statistics."""
+        rows = STATISTICS_ROWS * math.ceil(self.queries / STATISTICS_ROWS)
+        return self.batch * self.heads * rows
 
     def forward_tiles(self) -> Tiles:
         wide = max(self.padded)
@@ -187,22 +194,18 @@ def plan_forward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         return NoKernel(why)
     tiles = problem.forward_tiles()
     features, values = problem.padded
-    arrays = len(problem.functions.pointers)
     lists = 2 if problem.listed else 0
-    out = 3 + lists + arrays
-    counts = _lists(3, lists)
+    out = 3 + lists + len(problem.functions.pointers)
     launch = _launch(
         problem,
         gpu,
         "forward",
         tiles,
-        of_keys=False,
-        rows=tiles.queries,
-        maps=(_query(problem, 0, tiles.queries), *_keys_and_values(problem, (1, 2), tiles.keys)),
+        maps=_maps(problem, tiles, 0, 1, 2),
         parameters=(
             Buffer(out),
             Buffer(out + 1),
-            *counts,
+            *_lists(3, lists),
             Scalars.pack("i", problem.value_features),
         ),
         arrays=range(3 + lists, out),
@@ -223,41 +226,31 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         return NoKernel(why)
     by_keys, by_queries = problem.backward_tiles()
     features, values = problem.padded
-    arrays = len(problem.functions.pointers)
     lists = 2 if problem.listed else 0
     first_array = 5 + 2 * lists
-    out = first_array + arrays
-    padded = STATISTICS_ROWS * math.ceil(problem.queries / STATISTICS_ROWS)
-    deltas = Scalars.int64(problem.batch * problem.heads * padded)
+    out = first_array + len(problem.functions.pointers)
+    deltas = Scalars.int64(problem.statistics)
     sizes = Scalars.pack("i", problem.features), Scalars.pack("i", problem.value_features)
     statistics_bytes = 1024
     has_numbers = problem.functions.numbers > 0
-    maps = (_query(problem, 0, by_keys.queries), *_keys_and_values(problem, (1, 2), by_keys.keys))
     keys = _launch(
         problem,
         gpu,
         "backward_keys",
         by_keys,
         of_keys=True,
-        rows=by_keys.keys,
-        maps=(*maps, _out(problem, 3, by_keys.queries)),
+        maps=_maps(problem, by_keys, 0, 1, 2, 3),
         parameters=(Buffer(4), Buffer(out + 1), Buffer(out + 2), *_lists(5, lists), deltas, *sizes),
         arrays=range(first_array, out),
         shared=by_keys.keys * (features + values) * _ITEM_BYTES
         + by_keys.stages * (by_keys.queries * (features + values) * _ITEM_BYTES + statistics_bytes),
-    )
-    maps = (
-        _query(problem, 0, by_queries.queries),
-        *_keys_and_values(problem, (1, 2), by_queries.keys),
     )
     queries = _launch(
         problem,
         gpu,
         "backward_queries",
         by_queries,
-        of_keys=False,
-        rows=by_queries.queries,
-        maps=(*maps, _out(problem, 3, by_queries.queries)),
+        maps=_maps(problem, by_queries, 0, 1, 2, 3),
         parameters=(
             Buffer(4),
             Buffer(out),
@@ -294,12 +287,6 @@ def plan_tangent(
     first_list = 5 + sum(moving)
     first_array = first_list + lists
     out = first_array + len(problem.functions.pointers)
-    maps = (
-        _query(problem, 0, tiles.queries),
-        *_keys_and_values(problem, (1, 2), tiles.keys),
-        _query(problem, own[0], tiles.queries),
-        *_keys_and_values(problem, (own[1], own[2]), tiles.keys),
-    )
     of_scores = moving[0] or moving[1]
     stage = (1 + moving[1]) * features + (of_scores + moving[2]) * values
     launch = _launch(
@@ -307,9 +294,7 @@ def plan_tangent(
         gpu,
         "tangent",
         tiles,
-        of_keys=False,
-        rows=tiles.queries,
-        maps=maps,
+        maps=(*_maps(problem, tiles, 0, 1, 2), *_maps(problem, tiles, *own)),
         parameters=(
             *map(Buffer, (3, 4, out, out + 1)),
             *_lists(first_list, lists),
@@ -335,42 +320,25 @@ def plan_bias_gradient(problem: Attention, bias: Bias, gpu: Gpu) -> LaunchPlan |
     features, values = problem.padded
     kinds = 1 if problem.listed else 0
     out = 6 + kinds + len(problem.functions.pointers)
-    padded = STATISTICS_ROWS * math.ceil(problem.queries / STATISTICS_ROWS)
-    rows = (
-        TensorMap(
-            buffer=5,
-            dtype=_TENSOR_MAP_DTYPES[bias.dtype],
-            sizes=(*bias.shape[::-1], 1),
-            strides_bytes=tuple(_ITEM_BYTES * math.prod(bias.shape[i:]) for i in (3, 2, 1, 0)),
-            box=(_CHUNK, tiles.queries, 1, 1, 1),
-            swizzle=128,
-        )
-        if bias.staged
-        else _query(problem, 0, tiles.queries)
+    maps = _maps(problem, tiles, 0, 1, 2, 3)
+    of_bias = dataclasses.replace(
+        maps[0],
+        buffer=5,
+        sizes=(*bias.shape[::-1], 1),
+        strides_bytes=tuple(_ITEM_BYTES * math.prod(bias.shape[i:]) for i in (3, 2, 1, 0)),
     )
     launch = _launch(
         problem,
         gpu,
         "bias_gradient",
         tiles,
-        of_keys=False,
-        rows=tiles.queries,
-        maps=(
-            _query(problem, 0, tiles.queries),
-            *_keys_and_values(problem, (1, 2), tiles.keys),
-            _out(problem, 3, tiles.queries),
-            rows,
-        ),
+        # The map of a bias that is not staged is not read.
+        maps=(*maps, of_bias if bias.staged else maps[0]),
         parameters=(
             Buffer(4),
             Buffer(out),
             Buffer(6 if kinds else 0),
-            Scalars.pack(
-                "3iq",
-                problem.batch,
-                *bias.shape[:2],
-                problem.batch * problem.heads * padded,
-            ),
+            Scalars.pack("3iq", problem.batch, *bias.shape[:2], problem.statistics),
         ),
         arrays=range(6 + kinds, out),
         shared=_ITEM_BYTES
@@ -392,12 +360,11 @@ def _launch(
     name: str,
     tiles: Tiles,
     *,
-    of_keys: bool,
-    rows: int,
     maps: tuple[TensorMap, ...],
     parameters: tuple[Parameter, ...],
     arrays: range,
     shared: int,
+    of_keys: bool = False,
     template: str = "",
     works: int | None = None,
 ) -> Launch:
@@ -439,7 +406,7 @@ def _launch(
     return Launch(
         entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
         grid=grid if works is None else (min(works, gpu.available_sms), 1, 1),
-        block=(2 * rows + 128, 1, 1),
+        block=(2 * tile + 128, 1, 1),
         parameters=(*maps, *parameters, shape, *map(Buffer, arrays)),
         shared_memory_bytes=shared + _BARRIERS_BYTES,
     )
@@ -480,23 +447,20 @@ def _lists(first: int, count: int) -> tuple[Buffer, Buffer]:
     return (Buffer(first), Buffer(first + 1)) if count else (Buffer(0), Buffer(0))
 
 
-def _query(problem: Attention, buffer: int, rows: int) -> TensorMap:
-    return _map(problem, buffer, rows, problem.queries, problem.heads, problem.features)
-
-
-def _out(problem: Attention, buffer: int, rows: int) -> TensorMap:
-    return _map(problem, buffer, rows, problem.queries, problem.heads, problem.value_features)
-
-
-def _keys_and_values(
-    problem: Attention, buffers: tuple[int, int], rows: int
-) -> tuple[TensorMap, TensorMap]:
-    key, value = buffers
-    sizes = problem.keys, problem.key_heads
-    return (
-        _map(problem, key, rows, *sizes, problem.features),
-        _map(problem, value, rows, *sizes, problem.value_features),
+def _maps(
+    problem: Attention, tiles: Tiles, query: int, key: int, value: int, out: int | None = None
+) -> tuple[TensorMap, ...]:
+    """Return those of buffers with a query, a key, a value, and a result."""
+    of_queries = tiles.queries, problem.queries, problem.heads
+    of_keys = tiles.keys, problem.keys, problem.key_heads
+    found = (
+        _map(problem, query, *of_queries, problem.features),
+        _map(problem, key, *of_keys, problem.features),
+        _map(problem, value, *of_keys, problem.value_features),
     )
+    if out is None:
+        return found
+    return *found, _map(problem, out, *of_queries, problem.value_features)
 
 
 def _map(
