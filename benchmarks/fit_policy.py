@@ -90,8 +90,6 @@ _CORRECTION = (40, 3, 0.1)
 _RATE_QUANTILE = 0.98
 # How much more a model has to be worth than what it replaces, whose calls are few.
 _LEAST_GAIN = 0.01
-# Operations whose workloads have estimates that are predictions by data.
-_ESTIMATED_BY_DATA = (FUSED,)
 # Margins to try. The best has the largest mean of the logarithm of the speed over XLA's, less the
 # share of calls slower than 0.97, as far as that exceeds what is allowed.
 _LEAST = (0.0, 0.03, 0.06, 0.08, 0.1, 0.15)
@@ -434,8 +432,11 @@ class _Rows:
         self, device: DeviceModel, calls: Sequence[MeasuredCall], base: OperationModel | None
     ) -> None:
         self.calls, self.base = calls, base
-        is_corrected = base is not None or calls[0].workload.estimate is not None
-        self.settings = _CORRECTION if is_corrected else None
+        workload = calls[0].workload
+        # Whether models correct what data predict, or an estimate without any.
+        self.corrects_data = base is not None or workload.operation == FUSED
+        self.corrects_estimate = not self.corrects_data and workload.estimate is not None
+        self.settings = _CORRECTION if self.corrects_data else None
         self.numbers = [device.numbers(call.workload) for call in calls]
         # What models correct: of XLA, and of each candidate that was timed.
         self.roofline = np.log([device.roofline(call.workload) for call in calls])
@@ -582,7 +583,7 @@ def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
     }
     print(operation, report, "margin", margin)
     least = 0.0  # the worth of XLA's choices
-    if rows.settings is not None:
+    if rows.corrects_data or rows.corrects_estimate:
         before = _choices(rows, [(_NOTHING, _NOTHING, folds >= 0)])
         numbers_before = [rows.numbers[i] for i in before.index]
         base_margin, of_base = (0.0, 0.0), np.zeros(len(numbers_before))
@@ -591,8 +592,7 @@ def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
         gain_before = before.gain(base_margin, of_base)
         print("  without corrections", before.report(gain_before))
         # Measured times replace an estimate without any if they choose no worse.
-        is_estimate = rows.base is None and operation not in _ESTIMATED_BY_DATA
-        least = max(least, _value(gain_before) - is_estimate * _LEAST_GAIN)
+        least = max(least, _value(gain_before) - rows.corrects_estimate * _LEAST_GAIN)
     if _value(gain) < least + _LEAST_GAIN:
         return None
     xla, ours = rows.models(folds >= 0)

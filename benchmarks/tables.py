@@ -265,6 +265,30 @@ def _time_and_temporaries(row: Record, side: str) -> str:
     return duration(row["seconds"][side]) + (f", {size(temporary)}" if temporary >= 1024 else "")
 
 
+def attention() -> Iterator[str]:
+    """Yield a table of an H200's random calls of attention, by what has the call."""
+    paths = sorted((RESULTS / "h200/samples").glob("attention-*.jsonl"))
+    rows = [row for path in paths for row in record(f"h200/samples/{path.stem}")["rows"]]
+    groups: dict[str, list[Record]] = {}
+    for row in rows:
+        pass_name = row["draw"][0].removeprefix("attention ")
+        has = "cuDNN and the kernels have" if "cuDNN" in row["seconds"] else "the kernels have"
+        groups.setdefault(f"{pass_name}s that {has}", []).append(row)
+
+    def cell(found: list[Record], side: str) -> str:
+        ratios = [
+            row["seconds"][side] / row["seconds"]["ours"] for row in found if side in row["seconds"]
+        ]
+        return f"{_mean(ratios)}, {_number(min(ratios))}" if ratios else "-"
+
+    sides = {"XLA": "XLA's blocks / ours", "cuDNN": "cuDNN / ours", "kernels": "kernels / ours"}
+    cells = ((name, str(len(x)), *(cell(x, side) for side in sides)) for name, x in groups.items())
+    yield from table(("H200: mean, worst", "calls", *sides.values()), cells)
+    yield ""
+    for path in paths:
+        yield f"- {_source(f'h200/samples/{path.stem}', rows, '..')}"
+
+
 def first() -> Iterator[str]:
     """Yield a table of first calls for each device that has a record."""
     paths = {f"{folder}/first_calls": title for folder, title in _DEVICES.items()}
@@ -435,8 +459,8 @@ def times(ladder: str) -> Iterator[str]:
 _TABLES: Mapping[str, Callable[..., Iterator[str]]] = {
     query.__name__: query
     for query in (
-        counts, devices, first, fp8, ideas, lanes, mixture, operations, policy, primitives, random,
-        speed, start, story, tests, times,
+        attention, counts, devices, first, fp8, ideas, lanes, mixture, operations, policy,
+        primitives, random, speed, start, story, tests, times,
     )
 }  # fmt: skip
 

@@ -15,10 +15,12 @@ from benchmarks.catalog.oracles import ORACLES
 
 PAGE = (DOCS / "attention.md").read_text()
 BF16, F32 = jnp.bfloat16, np.float32
+LENGTH, HEADS = 1024, 8
 
 
-def sized(features, dtype=BF16, heads=4, length=256):
-    return jax.ShapeDtypeStruct((2, length, heads, features), dtype)
+def sized(features, dtype=BF16):
+    """Large enough for kernels to be faster than XLA's blocks."""
+    return jax.ShapeDtypeStruct((2, LENGTH, HEADS, features), dtype)
 
 
 def gradient(*wanted, **options):
@@ -66,9 +68,9 @@ def by_eigenvalues(score, b, h, q, k):
 
 
 X, WIDE, ODD = sized(64), sized(192), sized(20)
-BIAS = jax.ShapeDtypeStruct((1, 4, 256, 256), BF16)
-KEYS_BIAS = jax.ShapeDtypeStruct((2, 1, 1, 256), BF16)
-MASK = np.arange(256) % 3 > 0
+BIAS = jax.ShapeDtypeStruct((1, HEADS, LENGTH, LENGTH), BF16)
+KEYS_BIAS = jax.ShapeDtypeStruct((2, 1, 1, LENGTH), BF16)
+MASK = np.arange(LENGTH) % 3 > 0
 
 
 def values(function, *operands, options):
@@ -80,7 +82,7 @@ OTHERS = [
     {"score_mod": capped},
     {"mask_mod": lambda b, h, q, k: q >= k},
     {"mask": MASK},
-    {"key_value_seq_lengths": np.array([5, 256])},
+    {"key_value_seq_lengths": np.array([5, LENGTH])},
     {"local_window_size": (9, 9)},
 ]
 # By the first words of a line of the page: functions and operands.
@@ -105,8 +107,8 @@ CALLS = {
         for function, count in ((attend, 3), (gradient(0, 1, 2), 4), (tangent, 3))
     ],
     "functions that": values(attend, X, X, X, options=[{"score_mod": by_eigenvalues}]),
-    "gradients by arrays": [(of_slopes, (X, jax.ShapeDtypeStruct((4,), F32)))],
-    "gradients by other arrays": [(of_table, (X, jax.ShapeDtypeStruct((4, 10), F32)))],
+    "gradients by arrays": [(of_slopes, (X, jax.ShapeDtypeStruct((HEADS,), F32)))],
+    "gradients by other arrays": [(of_table, (X, jax.ShapeDtypeStruct((HEADS, 10), F32)))],
 }
 GPUS = {1: ["H200"], 2: ["sm_80", "sm_89", "sm_100"], 3: ["sm_75"]}
 # The pass that a line is about: the derivative, not the value that it needs.

@@ -323,26 +323,26 @@ def test_functions_without_cuda_are_computed_in_blocks():
     assert "eigh" in choice.reason
 
 
-LONG, WIDE = (1, 256, 2, 128), (1, 256, 2, 64)
+LONG, WIDE = (2, 1024, 8, 128), (2, 1024, 8, 64)
 # Shapes of query and of key, options, a GPU, and what computes the value and the gradient.
 CHOICES = {
     "plain": (LONG, LONG, {}, "sm_90", ("cuDNN", "cuDNN")),
     "causal": (LONG, LONG, {"is_causal": True}, "sm_90", ("cuDNN", "cuDNN")),
     "a function": (LONG, LONG, {"score_mod": capped}, "sm_90", ("kernel", "kernel")),
-    "few queries": ((1, 8, 2, 128), LONG, {}, "sm_90", ("cuDNN", "cuDNN")),
+    "few queries": ((2, 8, 8, 128), LONG, {}, "sm_90", ("cuDNN", "cuDNN")),
     "few features": (WIDE, WIDE, {}, "sm_90", ("cuDNN", "cuDNN")),
     "a window": (LONG, LONG, {"local_window_size": (9, 0)}, "sm_90", ("cuDNN", "cuDNN")),
     "a window of later keys": (
         LONG, LONG, {"local_window_size": (9, 1)}, "sm_90", ("kernel", "kernel"),
     ),
     "causal, of other keys": (
-        LONG, (1, 300, 2, 128), {"is_causal": True}, "sm_90", ("kernel", "kernel"),
+        LONG, (2, 1100, 8, 128), {"is_causal": True}, "sm_90", ("kernel", "kernel"),
     ),
     "a bias": (
-        LONG, LONG, {"bias": np.ones((1, 2, 256, 256), BF16)}, "sm_90", ("cuDNN", "cuDNN"),
+        LONG, LONG, {"bias": np.ones((1, 8, 1024, 1024), BF16)}, "sm_90", ("cuDNN", "cuDNN"),
     ),
     "a bias of keys": (
-        LONG, LONG, {"bias": np.ones((1, 1, 1, 256), BF16)}, "sm_90", ("kernel", "kernel"),
+        LONG, LONG, {"bias": np.ones((1, 1, 1, 1024), BF16)}, "sm_90", ("kernel", "kernel"),
     ),
     "plain on Ampere": (LONG, LONG, {}, "sm_80", ("cuDNN", "cuDNN")),
     "plain on Turing": (LONG, LONG, {}, "sm_75", ("blocks", "blocks")),
@@ -373,7 +373,7 @@ def test_what_computes_a_call(name):
 
 @pytest.mark.defaults
 def test_the_gradient_of_a_bias_is_a_kernel_beside_cudnns():
-    x, bias = jnp.ones(LONG, BF16), jnp.ones((1, 2, 256, 256), BF16)
+    x, bias = jnp.ones(LONG, BF16), jnp.ones((1, 8, 1024, 1024), BF16)
 
     def gradient(x, bias):
         return jax.vjp(lambda *given: jtk.attention(x, *given), x, x, bias)[1](x)

@@ -194,7 +194,7 @@ def constant(value):
 
 def test_another_devices_data_are_scaled_by_the_memorys_bandwidth():
     scaled, of = scaled_model("NVIDIA H200"), model_of(H100)
-    assert scaled.models is of.models
+    assert all(found is of.models[name] for name, found in scaled.models.items())
     assert scaled.bytes == pytest.approx(1.37 * of.bytes)
     assert scaled.device == f"{H100}, with 1.37 times its memory bandwidth"
     assert model.data_digest("NVIDIA H200")

@@ -139,6 +139,9 @@ def _cycles(call: Pass, gpu: Gpu, key: str) -> float:
     sizes, rates = call.sizes, gpu.rates
     queries, keys = sizes.queries, sizes.keys
     launches = [_Launch(queries, keys, (1, 1))]
+    if key == CUDNN:
+        # Heads that share keys share a tile.
+        launches = [_Launch(queries, keys, (1, 1), sizes.heads // sizes.key_heads)]
     if call.is_gradient:
         launches = [_Launch(keys, queries, (3, 2))]
         if key == KERNELS:
@@ -160,18 +163,20 @@ def _cycles(call: Pass, gpu: Gpu, key: str) -> float:
 class _Launch(NamedTuple):
     """Tiles of rows, each with all others that it sees: queries with keys, or keys with queries.
 
-    ``products`` are those of keys and of values.
+    ``products`` are those of keys and of values, and ``heads`` how many have their rows in a tile.
     """
 
     rows: int
     others: int
     products: tuple[int, int]
+    heads: int = 1
 
 
 def _tiles_cycles(call: Pass, gpu: Gpu, launch: _Launch) -> float:
-    """Return the cycles of the busiest SM; products and scores alternate."""
+    """Return the cycles of the busiest SM; products do not overlap with functions of scores."""
     sizes, rates = call.sizes, gpu.rates
-    tiles = sizes.batch * sizes.heads * math.ceil(launch.rows / _TILE)
+    heads = sizes.batch * sizes.heads // launch.heads
+    tiles = heads * math.ceil(launch.heads * launch.rows / _TILE)
     scores = call.share * _TILE * _padded(launch.others)
     multiplied = sum(
         count * _padded(features)

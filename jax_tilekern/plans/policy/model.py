@@ -177,6 +177,7 @@ class DeviceModel:
 # The file of each device: GPUs by the driver's name.
 FILES = {
     "NVIDIA H100 80GB HBM3": "h100.json",
+    "NVIDIA H200": "h200.json",
     "CPU with avx2": "avx2.json",
     "CPU with avx512": "avx512_vnni.json",
     "CPU with avx512_vnni": "avx512_vnni.json",
