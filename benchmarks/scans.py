@@ -1,4 +1,4 @@
-"""``scans``: cumulative reductions, recurrences against JAX's own."""
+"""``scans``: cumulative reductions, recurrences and other scans against JAX's own."""
 
 from __future__ import annotations
 
@@ -74,6 +74,16 @@ def _recurrences(shape: tuple[int, ...], dtype: Any = _F32) -> Iterator[Program]
     )  # fmt: skip
 
 
+def _log_sums(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a scan by a function of the user's: maxima, and sums of exponentials below them."""
+
+    def combine(x: Any, y: Any) -> Any:
+        most = jnp.maximum(x[0], y[0])
+        return most, x[1] * jnp.exp(x[0] - most) + y[1] * jnp.exp(y[0] - most)
+
+    return lambda m, s: scan(combine, (m, s), axis=1)
+
+
 def _programs(_: argparse.Namespace) -> Iterator[Program]:
     large: tuple[tuple[int, ...], ...] = ((2**24,), (4096, 4096), (64, 65536))
     small: tuple[tuple[int, ...], ...] = ((1024,), (100_000,), (256, 1000), (1_000_000,))
@@ -90,6 +100,11 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         yield _cumulative(name, (4096, 4096))
     yield from _recurrences((8, 2048, 4096), _BF16)
     yield from _recurrences((512, 16384))
+    yield _program(
+        "maxima and sums of exponentials 512 x 16384, float32",
+        lambda: (_normal(512, 16384), jnp.ones((512, 16384))),
+        _log_sums(jtk.associative_scan), _log_sums(lax.associative_scan), "`associative_scan`",
+    )  # fmt: skip
 
 
 COMMAND = program_command("scans", _programs)

@@ -46,6 +46,7 @@ from jax_tilekern.ops.products.strassen import strassen_matmul
 from jax_tilekern.ops.products.tensor_products import einsum, inner, multi_dot, tensordot, vecdot
 from jax_tilekern.ops.products.vector_products import dot, matvec, vdot, vecmat
 from jax_tilekern.ops.quantisation.quantize import quantize
+from jax_tilekern.ops.scans.associative_scan import associative_scan
 from jax_tilekern.ops.scans.cumulative import cumlogsumexp, cummax, cummin, cumprod, cumsum
 from jax_tilekern.ops.scans.linear_recurrence import linear_recurrence
 
@@ -88,6 +89,7 @@ __all__ = [
     "add",
     "all_gather_matmul",
     "argsort",
+    "associative_scan",
     "attention",
     "bincount",
     "causal_conv1d",

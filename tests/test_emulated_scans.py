@@ -165,6 +165,26 @@ def test_cumulative(rng, name, dtype, shape, axis):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def most_and_any(x, y):
+    return jnp.maximum(x[0], y[0]), x[1] | y[1], x[2] * y[2]
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 500), 1), ((60, 9), 0)])
+def test_trees_of_several_types(rng, shape, axis):
+    """Numbers of 8 bits are held in words, and 16-bit floats are rounded as the function says."""
+    elems = (
+        rng.standard_normal(shape).astype(BF16),
+        rng.integers(0, 2, shape).astype(bool),
+        rng.integers(-9, 9, shape).astype(np.int8),
+    )
+    wanted = jax.lax.associative_scan(most_and_any, elems, axis=axis)
+    with emulated_gpu() as ran:
+        found = jtk.associative_scan(most_and_any, elems, axis=axis)
+        for x, y in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(x, F64), np.asarray(y, F64))
+    assert len(ran) == 1
+
+
 def test_values_that_no_shared_memory_holds():
     scan = composition(1, 100, 40)
     wide = dataclasses.replace(scan, inputs=scan.inputs * 16, name="wide")

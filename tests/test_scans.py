@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from products import BF16, F16, F32
-from test_emulated_scans import assert_states, drawn, states
+from test_emulated_scans import assert_states, composed, drawn, states
 
 import jax_tilekern as jtk
 
@@ -65,6 +65,61 @@ def test_derivatives_of_ties_and_infinite_numbers_are_finite():
     # A factor of zero does not hide the derivatives of the others.
     gradient = jax.grad(lambda x: jtk.cumprod(x)[-1])(jnp.array([2.0, 0.0, 3.0]))
     np.testing.assert_array_equal(gradient, [0, 6, 0])
+
+
+def log_sums(x, y):
+    most = jnp.maximum(x["most"], y["most"])
+    shares = (z["sum"] * jnp.exp(z["most"] - most) for z in (x, y))
+    return {"most": most, "sum": sum(shares)}
+
+
+def test_trees_of_arrays(rng):
+    x = rng.standard_normal((3, 50)).astype(F32)
+    found = jtk.associative_scan(log_sums, {"most": x, "sum": np.ones_like(x)}, axis=1)
+    sums = found["most"] + jnp.log(found["sum"])
+    np.testing.assert_allclose(sums, jtk.cumlogsumexp(x, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_derivatives_of_several_arrays_are_jaxs(rng):
+    a, b = drawn(rng, (5, 9))
+
+    def gradients(scan):
+        def loss(a, b):
+            products, states = scan(composed, (a, b), axis=1)
+            return (products * states).sum()
+
+        return jax.grad(loss, (0, 1))(a, b)
+
+    for x, y in zip(*map(gradients, (jtk.associative_scan, jax.lax.associative_scan)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+SHIFT = jnp.arange(3.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "is_elementwise"),
+    [
+        (jnp.add, True), (jax.jit(jnp.logaddexp), True), (lambda x, y: x + y + 1, True),
+        (lambda x, y: jnp.where(y > 0, x, y), True), (lambda x, y: x + jnp.flip(y, 1), False),
+        (lambda x, y: x * y.sum(1, keepdims=True), False), (lambda x, y: x + y + SHIFT, False),
+        (lambda x, y: jnp.swapaxes(jnp.swapaxes(x, 1, 2), 1, 2) + y, False),
+        (jnp.matmul, False),
+    ],
+)  # fmt: skip
+def test_which_functions_are_a_part_of_the_kernel(rng, function, is_elementwise):
+    """Others, which mix the elements of an array, are JAX's."""
+    x = rng.standard_normal((4, 3, 3)).astype(F32)
+    text = str(jax.make_jaxpr(lambda x: jtk.associative_scan(function, x))(x))
+    assert ("tilekern_associative_scan" in text) == is_elementwise
+    found, wanted = (f(function, x) for f in (jtk.associative_scan, jax.lax.associative_scan))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_function_that_reads_a_value_of_the_program_is_jaxs(rng):
+    x = rng.standard_normal(7).astype(F32)
+    scaled = jax.jit(lambda x, y: jtk.associative_scan(lambda a, b: a + b + 0 * y, x))
+    np.testing.assert_allclose(scaled(x, 2.0), np.cumsum(x), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

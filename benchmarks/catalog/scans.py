@@ -1,7 +1,8 @@
-"""Cumulative reductions and linear recurrences."""
+"""Cumulative reductions, linear recurrences, and scans by other functions."""
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.catalog.bounds import (
@@ -169,8 +170,82 @@ def recurrence(draw: Draw, name: str) -> Call:
     )
 
 
+def of_one_array(draw: Draw, name: str) -> Call:
+    """Draw ``x + y + x y``, by which products of ``1 + x`` grow."""
+    labels = draw.labels((1, 2, 2, 3)) if draw.only is None else "ab"
+    dtype = draw.type(F32, F64)
+    axis, reverse = _direction(draw, len(labels))
+    (operand,) = draw.operands(f"{labels}->", draw.sizes(labels, 1 << 16), [dtype])
+    length = operand.shape[axis]
+
+    def errors(result, x):
+        def products(x):
+            with np.errstate(all="ignore"):
+                return _along(lambda x: np.multiply.accumulate(x, 0), axis, reverse, 1 + x)
+
+        # Terms of 1 + |x| multiply in the same way.
+        slack = 8 * (length + 2) * unit(dtype) * products(np.abs(wide(x)))
+        return [compared(result, products(wide(x)) - 1, slack)]
+
+    return Call(
+        name,
+        f"{axis=}, {reverse=}",
+        (operand,),
+        lambda m, x: m.associative_scan(lambda x, y: x + y + x * y, x, reverse, axis),
+        errors,
+        is_plain=False,
+    )
+
+
+def composition(draw: Draw, name: str) -> Call:
+    """Draw affine maps, which are composed, and numbers, of which the largest is found."""
+    labels = draw.labels((1, 2, 2, 3)) if draw.only is None else "ab"
+    dtype = draw.type(F32, F64)
+    axis, reverse = _direction(draw, len(labels))
+    sizes = draw.sizes(labels, 1 << 16)
+    operands = draw.operands(f"{labels},{labels},{labels}->", sizes, [dtype] * 3)
+    length = operands[0].shape[axis]
+
+    def combine(x, y):
+        (a, b, c), (d, e, f) = x, y
+        return a * d, d * b + e, jnp.maximum(c, f)
+
+    def scanned(a, b, c):
+        with np.errstate(all="ignore"):
+            products, maxima = (
+                _along(lambda x, f=f: f.accumulate(x, 0), axis, reverse, x)
+                for f, x in ((np.multiply, a), (np.maximum, c))
+            )
+            states = _along(lambda a, b: _states(a, b, 0), axis, reverse, a, b)
+        return products, states, maxima
+
+    def errors(results, *xs):
+        exact, largest = scanned(*map(wide, xs)), scanned(*(np.abs(wide(x)) for x in xs))
+        # Products of coefficients may underflow.
+        above = scanned(*(np.maximum(np.abs(wide(x)), 1) for x in xs))
+        roundoff, tiny = 8 * (length + 2) * unit(dtype), 4 * (length + 2) * 2.0**-126
+        return [
+            compared(found, value, 0 if i == 2 else roundoff * size + tiny * more)
+            for i, (found, value, size, more) in enumerate(
+                zip(results, exact, largest, above, strict=True)
+            )
+        ]
+
+    return Call(
+        name.partition(",")[0],
+        f"{axis=}, {reverse=}",
+        operands,
+        lambda m, *xs: m.associative_scan(combine, xs, reverse, axis),
+        errors,
+        is_plain=False,
+    )
+
+
 DESCRIPTIONS = [
     *describe(cumulative, "cumsum", linear=True),
     *describe(cumulative, "cumprod", "cummax", "cummin", "cumlogsumexp"),
     *describe(recurrence, "linear_recurrence"),
+    *describe(of_one_array, "associative_scan"),
+    # The derivatives of scans of several arrays are JAX's, which fail in some modes and meshes.
+    *describe(composition, "associative_scan, maps", derivatives=0),
 ]
