@@ -84,7 +84,8 @@ def test_top_k(rng, dtype, kind, rows, columns, k):
 @pytest.mark.parametrize("order", ["ascending", "reversed", "descending"])
 @pytest.mark.parametrize("results", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(3, 1), (5, 33), (2, 300), (3, 1000), (2, 2048), (1, 4000), (1, 8100)]
+    ("rows", "columns"),
+    [(3, 1), (5, 33), (7, 200), (2, 300), (3, 1000), (2, 2048), (1, 4000), (1, 8100)],
 )
 @pytest.mark.one_in(200)
 def test_sort_rows(rng, dtype, kind, order, results, rows, columns):

@@ -11,7 +11,7 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import WARP, Gpu
+from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy import plan_choice
 from jax_tilekern.plans.policy.workload import sort_workload
@@ -36,6 +36,10 @@ _STATIC_SHARED_BYTES = 128
 # counts of a pass; and the cycles of both where a CTA waits for itself.
 _ITEM_CYCLES, _PASS_CYCLES = 31, 450
 _ITEM_LATENCY, _PASS_LATENCY = 190, 700
+# A warp to a row: instructions of a step of the sort for an element of each lane, with 32-bit
+# numbers, how many an SM issues in a cycle, and the cycles of each where a warp waits for itself.
+_WARP_THREADS, _WARP_ITEMS = 128, 8
+_STEP_INSTRUCTIONS, _INSTRUCTIONS_A_CYCLE, _STEP_LATENCY = 5, 2, 4
 
 
 @dataclass(frozen=True)
@@ -80,23 +84,58 @@ class SortRowsCandidate(CostedCandidate):
         types = f"{CXX_TYPES[problem.dtype]}, {tile.threads}, {tile.items}, {flags}"
         kernel = Kernel("selection/sort_rows.cuh", f"tilekern::sort_rows<{types}>")
         backwards = problem.order == "descending", problem.order != "ascending"
-        # A result that is not wanted has no buffer.
-        results = Buffer(1), Buffer(1 + (problem.values and problem.indices))
         launch = Launch(
             entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
             grid=(problem.rows, 1, 1),
             block=(tile.threads, 1, 1),
-            parameters=(Buffer(0), *results, Scalars.pack("3I", problem.columns, *backwards)),
+            parameters=(*_buffers(problem), Scalars.pack("3I", problem.columns, *backwards)),
             shared_memory_bytes=self.shared_bytes,
         )
-        size = problem.dtype.itemsize
-        return LaunchPlan(
-            name=f"sort {problem.dtype}",
-            gpu=gpu,
-            launches=(launch,),
-            alignments=(size, *[size] * problem.values, *[_COLUMN_BYTES] * problem.indices),
-            reason=f"{problem.rows} rows of {problem.columns}, tiles of {tile.columns}",
+        return _plan(problem, gpu, launch, f"tiles of {tile.columns}")
+
+
+@dataclass(frozen=True)
+class SortWarpsCandidate(CostedCandidate):
+    """A warp to a row."""
+
+    problem: SortedRows
+    items: int  # of a lane
+    cycles: float
+
+    @property
+    def key(self) -> str:
+        return f"rows of {WARP * self.items} in a warp"
+
+    def plan(self, gpu: Gpu) -> LaunchPlan:
+        problem = self.problem
+        flags = ", ".join(str(x).lower() for x in (problem.values, problem.indices))
+        name = f"sort_rows_of_warps<{CXX_TYPES[problem.dtype]}, {self.items}, {flags}>"
+        kernel = Kernel("selection/sort_rows_of_warps.cuh", f"tilekern::{name}")
+        backwards = (problem.order == "descending") + 2 * (problem.order != "ascending")
+        sizes = (Scalars.pack("I", x) for x in (problem.rows, problem.columns, backwards))
+        launch = Launch(
+            entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
+            grid=(math.ceil(problem.rows * WARP / _WARP_THREADS), 1, 1),
+            block=(_WARP_THREADS, 1, 1),
+            parameters=(*_buffers(problem), *sizes),
         )
+        return _plan(problem, gpu, launch, "a warp to a row")
+
+
+def _buffers(problem: SortedRows) -> tuple[Buffer, ...]:
+    """Return the operand and both results; a result that is not wanted has no buffer."""
+    return Buffer(0), Buffer(1), Buffer(1 + (problem.values and problem.indices))
+
+
+def _plan(problem: SortedRows, gpu: Gpu, launch: Launch, way: str) -> LaunchPlan:
+    size = problem.dtype.itemsize
+    return LaunchPlan(
+        name=f"sort {problem.dtype}",
+        gpu=gpu,
+        launches=(launch,),
+        alignments=(size, *[size] * problem.values, *[_COLUMN_BYTES] * problem.indices),
+        reason=f"{problem.rows} rows of {problem.columns}, {way}",
+    )
 
 
 def plan_sort_rows(problem: SortedRows, gpu: Gpu) -> LaunchPlan | NoKernel:
@@ -106,12 +145,17 @@ def plan_sort_rows(problem: SortedRows, gpu: Gpu) -> LaunchPlan | NoKernel:
     return plan_choice(sort_workload(problem.rows, problem.columns, problem.dtype), [found], gpu)
 
 
-def sort_rows_candidate(problem: SortedRows, gpu: Gpu) -> SortRowsCandidate | NoKernel:
+def sort_rows_candidate(
+    problem: SortedRows, gpu: Gpu
+) -> SortRowsCandidate | SortWarpsCandidate | NoKernel:
     """Return the way to sort rows, or why there is none."""
     if problem.dtype not in ORDERED_DTYPES:
         return NoKernel(f"no kernel orders {problem.dtype}")
     if problem.rows > _MAX_ROWS:
         return NoKernel(f"{problem.rows} rows (at most {_MAX_ROWS})")
+    if problem.columns <= WARP * _WARP_ITEMS and problem.dtype.itemsize <= 4:
+        items = power_of_two(math.ceil(problem.columns / WARP))
+        return SortWarpsCandidate(problem, items, _warp_cycles(problem, items, gpu))
     tiles = [x for x in _TILES if x.items * problem.dtype.itemsize <= _MAX_THREAD_BYTES]
     tile = next((x for x in tiles if x.columns >= problem.columns), None)
     if tile is None:
@@ -122,15 +166,29 @@ def sort_rows_candidate(problem: SortedRows, gpu: Gpu) -> SortRowsCandidate | No
     return found
 
 
+def _warp_cycles(problem: SortedRows, items: int, gpu: Gpu) -> float:
+    """Estimate the time of a sort in warps."""
+    log = (WARP * items).bit_length() - 1
+    wide = problem.dtype.itemsize == 4
+    issued = log * (log + 1) // 2 * items * _STEP_INSTRUCTIONS * (1 + wide)
+    warps = math.ceil(problem.rows / gpu.sm_count)
+    busy = max(warps * issued / _INSTRUCTIONS_A_CYCLE, issued * _STEP_LATENCY)
+    return gpu.rates.launch_cycles + max(busy, _moved(problem) / gpu.rates.memory_bandwidth)
+
+
+def _moved(problem: SortedRows) -> int:
+    """Return the bytes that are read and written."""
+    written = problem.dtype.itemsize * problem.values + _COLUMN_BYTES * problem.indices
+    return problem.rows * problem.columns * (problem.dtype.itemsize + written)
+
+
 def _cycles(problem: SortedRows, tile: Tile, gpu: Gpu) -> float:
     """Estimate the time of a sort."""
     passes = problem.passes
-    written = problem.dtype.itemsize * problem.values + _COLUMN_BYTES * problem.indices
-    moved = problem.rows * problem.columns * (problem.dtype.itemsize + written)
     warps = tile.threads // WARP
     busy = math.ceil(problem.rows / gpu.sm_count) * (
         warps * tile.items * _ITEM_CYCLES + _PASS_CYCLES
     )
     alone = tile.items * _ITEM_LATENCY + _PASS_LATENCY
     busy = passes * max(alone, busy)
-    return gpu.rates.launch_cycles + max(busy, moved / gpu.rates.memory_bandwidth)
+    return gpu.rates.launch_cycles + max(busy, _moved(problem) / gpu.rates.memory_bandwidth)
