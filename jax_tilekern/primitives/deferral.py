@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
@@ -94,26 +94,30 @@ class _Call:
                 stand_in.location,
                 ir.InsertionPoint(stand_in),
             ):
-                # JAX may have inlined the function. The rule must not see more than it saw there.
-                casts = {
-                    i: ir.Operation.create(_CAST, [operand.type], [operand])
-                    for i, operand in enumerate(stand_in.operands)
-                    if self.are_arguments[i]
-                }
-                operands = [
-                    casts[i].result if i in casts else operand
-                    for i, operand in enumerate(stand_in.operands)
-                ]
+                casts = list(self._arguments_hidden(stand_in))
                 # A rule may set the tokens of a context once.
-                results = self.rule(self.ctx.replace(tokens_out=None), *operands)
+                results = self.rule(self.ctx.replace(tokens_out=None), *stand_in.operands)
         finally:
             module.ip = end
         for old, new in zip(stand_in.results, results, strict=True):
             old.replace_all_uses_with(new)
         stand_in.erase()
-        for cast in casts.values():
+        for cast in casts:
             cast.result.replace_all_uses_with(cast.operands[0])
             cast.erase()
+
+    def _arguments_hidden(self, stand_in: Any) -> Iterator[Any]:
+        """Replace arguments of a function that JAX has inlined by casts of what they are now.
+
+        The rule must not see more of the program than it saw in the function.
+        """
+        for i, was_argument in enumerate(self.are_arguments):
+            operand = stand_in.operands[i]
+            is_argument = isinstance(operand.owner, ir.Block)
+            if was_argument and not is_argument and operand.owner.name != _CAST:
+                cast = ir.Operation.create(_CAST, [operand.type], [operand])
+                operand.replace_all_uses_except(cast.result, cast)
+                yield cast
 
 
 class _Module:
