@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import record as records
@@ -55,7 +56,8 @@ _ROWS_A_CHUNK = 16
 _WARM = "warm "
 # Rows that are printed.
 _WORST = 10
-# XLA's product here only says what is right: its speed is that of the row's own peer.
+# XLA's product here only says what is right: its speed is that of the row's own peer. Untuned ones of
+# integers are wrong on GPUs (docs/limits.md).
 _UNTUNED = {"xla_gpu_autotune_level": 0}
 
 
@@ -178,7 +180,8 @@ class _Timed:
             out = jax.ShapeDtypeStruct(problem.out.shape, problem.out.dtype)
             differences.lower(out, out).compile()
             by_xla = jax.jit(problem.by_xla).lower(*problem.structs)
-            self.by_xla = by_xla.compile(compiler_options=_UNTUNED)
+            is_exact = jnp.issubdtype(out.dtype, jnp.integer)
+            self.by_xla = by_xla.compile(compiler_options=None if is_exact else _UNTUNED)
 
     def _compile(self, candidate: CostedCandidate) -> None:
         plan = plan_of(candidate, self.gpu)
