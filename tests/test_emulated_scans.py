@@ -78,20 +78,23 @@ def test_rows(rng, scan, group, backwards):
 
 
 @pytest.mark.parametrize(
-    "scan",
+    ("scan", "sms"),
     [
         # More tiles than a group has.
-        composition(1, 35_000, 1 + 1),
-        composition(2, 1100, 9, reverse=True, initial=True),
-        composition(1, 300, 70, BF16, initial=True),
-        composition(3, 17, 5),
+        (composition(1, 35_000, 1 + 1), 132),
+        (composition(2, 1100, 9, reverse=True, initial=True), 132),
+        # A CTA computes tile after tile.
+        (composition(2, 600, 35, reverse=True, initial=True), 1),
+        (composition(1, 300, 70, BF16, initial=True), 1),
+        (composition(3, 17, 5), 1),
+        (composition(3, 17, 5), 132),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("backwards", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_columns(rng, scan, backwards):
+def test_columns(rng, scan, sms, backwards):
     shape = (scan.outer, scan.length, scan.columns)
-    run_scan(rng, scan, ColumnScan(scan), shape, 1, backwards)
+    run_scan(rng, scan, ColumnScan(scan, sms), shape, 1, backwards)
 
 
 def run_scan(rng, scan, kernel, shape, axis, backwards):
@@ -188,4 +191,4 @@ def test_trees_of_several_types(rng, shape, axis):
 def test_values_that_no_shared_memory_holds():
     scan = composition(1, 100, 40)
     wide = dataclasses.replace(scan, inputs=scan.inputs * 16, name="wide")
-    assert "bytes" in ColumnScan(wide).plan(H100).reason
+    assert "bytes" in ColumnScan(wide, 132).plan(H100).reason

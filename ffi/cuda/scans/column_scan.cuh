@@ -43,9 +43,11 @@ struct ColumnPart {
 // the columns, and kRows of these come one after the other along the sequences. Without kLookBack a
 // sequence is one tile.
 //
-// A CTA computes tile after tile. It loads the next one as soon as registers become free, when it
-// stores the one before.
-template <class Scan, int kLanes, int kRows, int kSteps, bool kLookBack, typename... Fields>
+// With kRepeats a CTA computes tile after tile. It loads the next one as soon as registers become
+// free, when it stores the one before. Without it there is a CTA for each tile, so that no tile
+// waits for a CTA that is at work on another one.
+template <class Scan, int kLanes, int kRows, int kSteps, bool kLookBack, bool kRepeats,
+          typename... Fields>
 __global__ void __launch_bounds__(kLanes* kRows,
                                   sizeof(typename Scan::Value) * Scan::kVector <= 16 ? 2 : 1)
     scan_columns(uint64* slots, const __grid_constant__ ColumnScanShape shape,
@@ -86,8 +88,8 @@ __global__ void __launch_bounds__(kLanes* kRows,
     const ColumnTile own(ticket, shape);
     const bool is_column = column_of(own) < shape.columns;
     const int64 sequence = own.outer * shape.columns + column_of(own);
-    uint32 next = ticket + gridDim.x;
-    if (kLookBack && threadIdx.x == 0) next = request_ticket(slots);
+    uint32 next = kRepeats ? ticket + gridDim.x : tickets;
+    if (kRepeats && kLookBack && threadIdx.x == 0) next = request_ticket(slots);
     Value totals[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
@@ -98,9 +100,9 @@ __global__ void __launch_bounds__(kLanes* kRows,
       }
       parts[row][lane * kVector + j] = totals[j];
     }
-    if (kLookBack && threadIdx.x == 0) next_ticket = next;
+    if (kRepeats && kLookBack && threadIdx.x == 0) next_ticket = next;
     __syncthreads();
-    if (kLookBack) next = next_ticket;
+    if (kRepeats && kLookBack) next = next_ticket;
     Prefix<Scan> prefixes[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(kLanes* kRows,
       for (uint32 i = 0; i < row; ++i) prefixes[j].append(parts[i][lane * kVector + j]);
     }
     // Nobody reads the parts any more.
-    __syncthreads();
+    if (kLookBack || kRepeats) __syncthreads();
 
     Prefix<Scan> entering[kVector];
     const bool exists = part.count > 0;
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(kLanes* kRows,
         }
       }
       // The next tile's parts may be written.
-      __syncthreads();
+      if (kRepeats) __syncthreads();
     } else {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kLanes* kRows,
         entering[j].append(Scan::value(loaded[i], j));
         results[j] = entering[j].value;
       }
-      loaded[i] = load(later, i);
+      if constexpr (kRepeats) loaded[i] = load(later, i);
       if (i < part.count) scan.store(part.at + i * step, kVector, results);
     }
     ticket = next;

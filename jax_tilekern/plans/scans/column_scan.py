@@ -15,7 +15,9 @@ from jax_tilekern.plans.scans.problem import Scan
 from jax_tilekern.plans.scans.scan_text import ScanText
 
 _FILE = "scans/column_scan.cuh"
-_THREADS = 512
+# Threads of a CTA that computes many tiles, and of one that computes a single one.
+_THREADS_OF_MANY, _THREADS = 256, 512
+_CTAS_OF_SM = 2
 # ``kColumnGroup`` of the kernel.
 _GROUP = 32
 # Bytes of a load, so that a warp reads whole lines of a row; and those that a thread holds in
@@ -33,6 +35,16 @@ class ColumnScan:
     """Scans of columns."""
 
     scan: Scan
+    sm_count: int
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a CTA computes tile after tile.
+
+        A tile then waits for the CTA that has its ticket, which does not matter where all CTAs are
+        at work on the same steps of different sequences.
+        """
+        return self.scan.outer * self.blocks >= _CTAS_OF_SM * self.sm_count
 
     @property
     def vector(self) -> int:
@@ -60,7 +72,8 @@ class ColumnScan:
     @property
     def rows(self) -> int:
         """Threads one after the other along a sequence."""
-        most = _THREADS // self.lanes
+        threads = _THREADS_OF_MANY if self.repeats else _THREADS
+        most = threads // self.lanes
         # A warp is whole.
         least = WARP // self.lanes
         return max(least, min(most, power_of_two(math.ceil(self.scan.length / self.steps))))
@@ -93,7 +106,12 @@ class ColumnScan:
         text = ScanText(s, self.vector, along=False)
         looks_back = self.tiles > 1
         kernel = text.kernel(
-            _FILE, "scan_columns", self.lanes, self.rows, self.steps, str(looks_back).lower()
+            _FILE,
+            "scan_columns",
+            self.lanes,
+            self.rows,
+            self.steps,
+            *(str(x).lower() for x in (looks_back, self.repeats)),
         )
         sequences = s.outer * s.columns
         groups = math.ceil(self.tiles / _GROUP)
@@ -108,10 +126,11 @@ class ColumnScan:
             block=(self.lanes * self.rows, 1, 1),
             parameters=(slots, shape, *text.buffers),
         )
-        found = occupancy(launch, gpu)
-        resident = gpu.sm_count * (found.blocks if found else 1)
-        ctas = min(self.tiles_of_all, resident)
-        launch = dataclasses.replace(launch, grid=(ctas, 1, 1))
+        ctas = self.tiles_of_all
+        if self.repeats:
+            found = occupancy(launch, gpu)
+            ctas = min(ctas, self.sm_count * (found.blocks if found else _CTAS_OF_SM))
+            launch = dataclasses.replace(launch, grid=(ctas, 1, 1))
         return LaunchPlan(
             name=s.name,
             gpu=gpu,

@@ -5,28 +5,30 @@ from __future__ import annotations
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.scans.problem import Scan
 
-# What XLA's levels of pairs take where the arrays are small, beside a launch: measured on an H200,
-# 6.7 us for 4 x 256 x 64.
-_XLA_LEVELS = 4.0
+# Measured on an H200, where arrays are small: a kernel, what tiles that look back take more, XLA's
+# cumulative reduction, and its levels of pairs (4 x 256 x 64).
+_KERNEL, _LOOK_BACK, _XLA, _XLA_LEVELS = 1.4, 2.4, 3.1, 6.6
+# XLA's cumulative reduction of 100,000 elements took 10.1 us, that of 1,024 elements 3.1 us. Where
+# between them it needs more launches is not measured.
+_LONG, _XLA_LONG = 100_000, 9.5
 # The share of the memory's bandwidth at which XLA reads operands and writes results: measured on an
 # H200 for cumulative sums and recurrences of 33 MB to 805 MB, 0.26 to 0.29.
 _XLA_SHARE = 0.29
-# The same of the kernels: 0.55 to 0.9 there.
+# The same of the kernels: 0.5 to 0.9 there.
 _SHARE = 0.7
 
 
 def kernel_microseconds(scan: Scan, gpu: Gpu, *, looks_back: bool) -> float:
-    cycles = gpu.rates.launch_cycles + _memory_cycles(scan, gpu) / _SHARE
-    if looks_back:
-        cycles += gpu.rates.next_launch_cycles
-    return cycles / gpu.rates.cycles_per_microsecond
+    launches = _KERNEL + (_LOOK_BACK if looks_back else 0.0)
+    return launches + _memory_microseconds(scan, gpu) / _SHARE
 
 
 def xla_microseconds(scan: Scan, gpu: Gpu) -> float:
-    cycles = gpu.rates.launch_cycles + _memory_cycles(scan, gpu) / _XLA_SHARE
-    levels = _XLA_LEVELS if scan.in_levels else 0.0
-    return levels + cycles / gpu.rates.cycles_per_microsecond
+    launches = _XLA_LONG if scan.length >= _LONG else _XLA
+    if scan.in_levels:
+        launches = _XLA_LEVELS
+    return launches + _memory_microseconds(scan, gpu) / _XLA_SHARE
 
 
-def _memory_cycles(scan: Scan, gpu: Gpu) -> float:
-    return scan.bytes / gpu.rates.memory_bandwidth
+def _memory_microseconds(scan: Scan, gpu: Gpu) -> float:
+    return scan.bytes / gpu.rates.memory_bandwidth / gpu.rates.cycles_per_microsecond

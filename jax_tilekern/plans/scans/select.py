@@ -18,7 +18,7 @@ _MARGIN = 1.1
 
 def plan_scan(scan: Scan, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan scans along the innermost dimension, or along one with columns after it."""
-    kernel = RowScan(scan) if scan.columns == 1 else ColumnScan(scan)
+    kernel = RowScan(scan) if scan.columns == 1 else ColumnScan(scan, gpu.sm_count)
     ours = kernel_microseconds(scan, gpu, looks_back=kernel.tiles > 1)
     xla = xla_microseconds(scan, gpu)
     times = PredictedUs(ours, xla)
