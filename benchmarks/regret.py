@@ -56,8 +56,8 @@ _ROWS_A_CHUNK = 16
 _WARM = "warm "
 # Rows that are printed.
 _WORST = 10
-# XLA's product here only says what is right: its speed is that of the row's own peer. Untuned ones of
-# integers are wrong on GPUs (docs/limits.md).
+# XLA's product here only says what is right: its speed is that of the row's own peer. Products of
+# integers are tuned, because XLA's others are wrong (docs/limits.md).
 _UNTUNED = {"xla_gpu_autotune_level": 0}
 
 
