@@ -27,6 +27,8 @@ from jax_tilekern.plans.launch import (
 _CHUNK = 64  # features of a row of 128 bytes
 _ROWS = 64  # rows of a consumer warpgroup
 _WARP_ROWS = 16
+# The parts of a bias's gradient are in memory, of which the lengths take no product.
+_MOST_CHUNKS = 16
 _MOST_ROWS = 2**31 - 1
 _ITEM_BYTES = 2
 _BARRIERS_BYTES = 256
@@ -115,11 +117,6 @@ class Attention:
         has_functions = self.functions.has_score or self.functions.has_mask
         return Tiles(queries=128, keys=64 if has_functions else 128, stages=3)
 
-    def bias_works(self, bias: Bias) -> int:
-        tiles = self.bias_tiles()
-        counts = math.ceil(self.queries / tiles.queries), math.ceil(self.keys / tiles.keys)
-        return math.prod((*bias.shape[:2], *counts))
-
 
 @dataclass(frozen=True)
 class Bias:
@@ -135,10 +132,19 @@ class Bias:
     def has_queries(self, problem: Attention) -> bool:
         return self.shape[2] == problem.queries
 
+    def chunks(self, problem: Attention) -> tuple[int, int]:
+        """Return the number of chunks of tiles of queries, and of tiles of a chunk."""
+        tiles = math.ceil(problem.queries / problem.bias_tiles().queries)
+        size = 1 if self.has_queries(problem) else math.ceil(tiles / _MOST_CHUNKS)
+        return math.ceil(tiles / size), size
+
+    def works(self, problem: Attention) -> int:
+        keys = math.ceil(problem.keys / problem.bias_tiles().keys)
+        return math.prod(self.shape[:2]) * self.chunks(problem)[0] * keys
+
     def result_shape(self, problem: Attention) -> tuple[int, int, int, int]:
         """Return the shape of the result, which has parts of the queries if the bias lacks them."""
-        tiles = problem.bias_tiles()
-        parts = math.ceil(problem.queries / tiles.queries) * tiles.queries // _WARP_ROWS
+        parts = self.chunks(problem)[0] * problem.bias_tiles().queries // _WARP_ROWS
         rows = problem.queries if self.has_queries(problem) else parts
         return (*self.shape[:2], rows, problem.keys)
 
@@ -183,7 +189,7 @@ def bias_refusal(problem: Attention, bias: Bias) -> str:
     if bias.shape[3] != problem.keys:
         # Sums over the keys are of derivatives that cancel but for the rounding of the result.
         return "kernels of gradients of a bias have no bias that lacks keys"
-    if problem.bias_works(bias) > _MOST_ROWS:
+    if bias.works(problem) > _MOST_ROWS:
         return "a bias has more than 2**31 tiles"
     return ""
 
@@ -321,24 +327,27 @@ def plan_bias_gradient(problem: Attention, bias: Bias, gpu: Gpu) -> LaunchPlan |
     kinds = 1 if problem.listed else 0
     out = 6 + kinds + len(problem.functions.pointers)
     maps = _maps(problem, tiles, 0, 1, 2, 3)
-    of_bias = dataclasses.replace(
-        maps[0],
-        buffer=5,
-        sizes=(*bias.shape[::-1], 1),
-        strides_bytes=tuple(_ITEM_BYTES * math.prod(bias.shape[i:]) for i in (3, 2, 1, 0)),
-    )
+    of_bias = maps[0]  # not read
+    if bias.staged:
+        of_bias = dataclasses.replace(
+            maps[0],
+            buffer=5,
+            sizes=(*bias.shape[::-1], 1),
+            strides_bytes=tuple(_ITEM_BYTES * math.prod(bias.shape[i:]) for i in (3, 2, 1, 0)),
+        )
     launch = _launch(
         problem,
         gpu,
         "bias_gradient",
         tiles,
-        # The map of a bias that is not staged is not read.
-        maps=(*maps, of_bias if bias.staged else maps[0]),
+        maps=(*maps, of_bias),
         parameters=(
             Buffer(4),
             Buffer(out),
             Buffer(6 if kinds else 0),
-            Scalars.pack("3iq", problem.batch, *bias.shape[:2], problem.statistics),
+            Scalars.pack(
+                "5iq", problem.batch, *bias.shape[:2], *bias.chunks(problem), problem.statistics
+            ),
         ),
         arrays=range(6 + kinds, out),
         shared=_ITEM_BYTES
@@ -349,7 +358,7 @@ def plan_bias_gradient(problem: Attention, bias: Bias, gpu: Gpu) -> LaunchPlan |
         template="tilekern::BiasConfig{"
         f"{', '.join(map(_constant, (bias.staged, bias.has_queries(problem))))}}}, "
         f"{CXX_TYPES[bias.result_dtype(problem)]}, ",
-        works=problem.bias_works(bias),
+        works=bias.works(problem),
     )
     return _plan(problem, gpu, "attention_bias_gradient", (launch,), (6, kinds, 1))
 

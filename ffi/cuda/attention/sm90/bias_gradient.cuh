@@ -17,13 +17,15 @@ struct BiasShape {
   int32 batches;
   // Those of the bias: 1, or that of the call.
   int32 own_batches, own_heads;
+  // Chunks of tiles of queries, and tiles of a chunk: one if the bias has queries.
+  int32 chunks, chunk_tiles;
   int64 deltas;
 };
 
 struct BiasConfig {
   // Whether a tile of the bias is staged in shared memory. Otherwise `Functions` read it.
   bool staged;
-  // Whether the bias has queries. Otherwise the result has a part for each warp's 16 queries.
+  // Whether the bias has queries. Otherwise the result has a part for each warp of each chunk.
   bool queries;
 };
 
@@ -77,41 +79,50 @@ class AttentionBiasGradient {
   }
 
  private:
-  // A tile of the bias.
+  // A tile of the bias, or of a part.
   struct Work {
-    int query_tile, key_tile, head, batch;
+    int chunk, key_tile, head, batch;
   };
 
   // CTAs are persistent. Those that run at a time have queries and keys of few heads.
   template <class F>
   void for_each_work(const F& f) const {
     for (int i = blockIdx.x; i < shape_.works; i += gridDim.x) {
-      const int row = i / shape_.listed, heads = row / shape_.tiles;
-      f(Work{row % shape_.tiles, i % shape_.listed, heads % bias_shape_.own_heads,
+      const int row = i / shape_.listed, heads = row / bias_shape_.chunks;
+      f(Work{row % bias_shape_.chunks, i % shape_.listed, heads % bias_shape_.own_heads,
              heads / bias_shape_.own_heads});
     }
   }
 
-  // Calls f(batch, head, masked) for those that share the tile and see any of its keys.
+  // Calls f(tile of queries, batch, head, masked) for those that share the work and see its keys.
   template <class F>
   void for_each_part(const Work& work, const F& f) const {
     const bool all_batches = bias_shape_.own_batches == 1, all_heads = bias_shape_.own_heads == 1;
     const int batches = all_batches ? bias_shape_.batches : work.batch + 1;
     const int heads = all_heads ? shape_.heads : work.head + 1;
-    const bool at_end = (work.query_tile + 1) * config.queries > shape_.queries ||
-                        (work.key_tile + 1) * config.keys > shape_.keys;
-    for (int batch = all_batches ? 0 : work.batch; batch < batches; ++batch) {
-      for (int head = all_heads ? 0 : work.head; head < heads; ++head) {
-        bool masked = at_end;
-        if constexpr (config.listed) {
-          const int64 row = static_cast<int64>(batch) * shape_.batch_lists +
-                            head * shape_.head_lists + work.query_tile;
-          const int kind = kinds_[row * shape_.listed + work.key_tile];
-          if (kind == 0) continue;
-          masked = masked || kind == 1;
+    const auto of_tile = [&](int tile) {
+      const bool at_end = (tile + 1) * config.queries > shape_.queries ||
+                          (work.key_tile + 1) * config.keys > shape_.keys;
+      for (int batch = all_batches ? 0 : work.batch; batch < batches; ++batch) {
+        for (int head = all_heads ? 0 : work.head; head < heads; ++head) {
+          bool masked = at_end;
+          if constexpr (config.listed) {
+            const int64 row =
+                static_cast<int64>(batch) * shape_.batch_lists + head * shape_.head_lists + tile;
+            const int kind = kinds_[row * shape_.listed + work.key_tile];
+            if (kind == 0) continue;
+            masked = masked || kind == 1;
+          }
+          f(tile, batch, head, masked);
         }
-        f(batch, head, masked);
       }
+    };
+    if constexpr (bias.queries) {
+      of_tile(work.chunk);
+    } else {
+      const int first = work.chunk * bias_shape_.chunk_tiles;
+      const int last = min_of(first + bias_shape_.chunk_tiles, shape_.tiles);
+      for (int tile = first; tile < last; ++tile) of_tile(tile);
     }
   }
 
@@ -120,10 +131,10 @@ class AttentionBiasGradient {
     typename Ring::State state;
     typename BiasRing::State of_bias;
     for_each_work([&](const Work& work) {
-      const int first_query = work.query_tile * config.queries;
       const int first_key = work.key_tile * config.keys;
       bool is_first = true;
-      for_each_part(work, [&](int batch, int head, bool) {
+      for_each_part(work, [&](int tile, int batch, int head, bool) {
+        const int first_query = tile * config.queries;
         if (bias.staged && is_first) {
           biases_.acquire(of_bias, Biases::kBytes);
           Biases::load(biases_.stage(of_bias), bias_map, first_query, work.head, work.batch,
@@ -153,10 +164,10 @@ class AttentionBiasGradient {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) sums_[j] = 0;
       bool is_first = true;
-      for_each_part(work, [&](int batch, int head, bool masked) {
+      for_each_part(work, [&](int tile, int batch, int head, bool masked) {
         if (bias.staged && is_first) biases_.wait(of_bias);
         is_first = false;
-        add(consumer, work, batch, head, masked, state);
+        add(consumer, tile, work.key_tile, batch, head, masked, state);
       });
       if (bias.staged && !is_first) {
         // All of the consumer's threads have read the tile.
@@ -168,10 +179,10 @@ class AttentionBiasGradient {
     });
   }
 
-  void add(int consumer, const Work& work, int batch, int head, bool masked,
+  void add(int consumer, int query_tile, int key_tile, int batch, int head, bool masked,
            typename Ring::State& state) {
-    const int row = 64 * consumer, first_query = work.query_tile * config.queries + row;
-    const int first_key = work.key_tile * config.keys;
+    const int row = 64 * consumer, first_query = query_tile * config.queries + row;
+    const int first_key = key_tile * config.keys;
     float scores[kCount], d_weights[kCount], logsumexp[2], delta[2];
     read_statistics(logsumexp, statistics_, shape_, batch, head, first_query + place_.row,
                     INFINITY);
@@ -228,9 +239,9 @@ class AttentionBiasGradient {
 
   void store(int consumer, const Work& work, Sum* d_bias) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int first_query = work.query_tile * config.queries + 64 * consumer;
+    const int first_query = work.chunk * config.queries + 64 * consumer;
     const int first_key = work.key_tile * config.keys;
-    const int rows = bias.queries ? shape_.queries : shape_.tiles * kWarps;
+    const int rows = bias.queries ? shape_.queries : bias_shape_.chunks * kWarps;
     const int64 own = static_cast<int64>(work.batch) * bias_shape_.own_heads + work.head;
     d_bias += own * rows * shape_.keys;
     if constexpr (!bias.queries) {
@@ -246,8 +257,7 @@ class AttentionBiasGradient {
     }
 #pragma unroll
     for (int j = 0; j < kCount; j += bias.queries ? 2 : 4) {
-      const int row =
-          bias.queries ? first_query + place_.row_of(j) : work.query_tile * kWarps + warp;
+      const int row = bias.queries ? first_query + place_.row_of(j) : work.chunk * kWarps + warp;
       const int column = first_key + place_.column_of(j);
       if (row >= rows || column >= shape_.keys) continue;
       Sum* to = d_bias + static_cast<int64>(row) * shape_.keys + column;
