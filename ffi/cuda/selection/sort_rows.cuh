@@ -22,17 +22,12 @@ struct SortRowsShape {
 inline constexpr int kSortDigitBits = 8;
 inline constexpr uint32 kSortDigits = 1u << kSortDigitBits;
 
-// The lanes of the warp that have the same digit as this one.
-inline uint32 lanes_alike(uint32 digit) {
-  uint32 alike = ~0u;
-#pragma unroll
-  for (int i = 0; i < kSortDigitBits; ++i) {
-    const bool has_bit = digit >> i & 1;
-    const uint32 ones = __ballot_sync(~0u, has_bit);
-    alike &= has_bit ? ones : ~ones;
-  }
-  return alike;
-}
+// A warp has for each digit the lanes whose elements have it, and how many elements before had it;
+// later, where the next one goes.
+struct alignas(8) DigitPlace {
+  uint32 lanes;
+  uint32 count;
+};
 
 // Whether one of the CTA's elements has a bit that another one lacks, for each bit.
 template <int kItems, typename Bits, class Key>
@@ -65,8 +60,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kWarps = kThreads / 32;
   constexpr uint32 kTile = kThreads * kItems;
   static_assert(kTile <= 1 << 16);
-  // For each warp and digit, first how many elements have it, then where the next one goes.
-  uint32* const places = reinterpret_cast<uint32*>(shared_memory);
+  DigitPlace* const places = reinterpret_cast<DigitPlace*>(shared_memory);
   Word* const words = reinterpret_cast<Word*>(places + kWarps * kSortDigits);
   uint16* const columns = reinterpret_cast<uint16*>(words + kTile);
   const uint32 thread = threadIdx.x, lane = thread % 32;
@@ -86,21 +80,23 @@ __global__ void __launch_bounds__(kThreads)
   }
   const Bits differing =
       differing_bits(own, sortable_bits(x[start]), [](Bits bits) { return sort_key<T>(bits); });
-  uint32* const own_places = places + thread / 32 * kSortDigits;
+  DigitPlace* const own_places = places + thread / 32 * kSortDigits;
   for (int shift = 0; shift < 8 * static_cast<int>(sizeof(T)); shift += kSortDigitBits) {
     if ((differing >> shift) % kSortDigits == 0) continue;
-    for (uint32 digit = lane; digit < kSortDigits; digit += 32) own_places[digit] = 0;
+    for (uint32 digit = lane; digit < kSortDigits; digit += 32) own_places[digit] = {0, 0};
     __syncwarp();
     // The digit, and how many elements of the warp before have it.
     uint32 ranks[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const auto digit = static_cast<uint32>(sort_key<T>(own[i]) >> shift) % kSortDigits;
-      const uint32 alike = lanes_alike(digit);
-      const uint32 found = own_places[digit], before = __popc(alike & ((1u << lane) - 1));
-      ranks[i] = digit << 16 | (found + before);
+      atomicOr(&own_places[digit].lanes, 1u << lane);
       __syncwarp();
-      if (before == 0) own_places[digit] = found + __popc(alike);
+      const DigitPlace found = own_places[digit];
+      const uint32 before = __popc(found.lanes & ((1u << lane) - 1));
+      ranks[i] = digit << 16 | (found.count + before);
+      __syncwarp();
+      if (before == 0) own_places[digit] = {0, found.count + __popc(found.lanes)};
       __syncwarp();
     }
     __syncthreads();
@@ -110,13 +106,13 @@ __global__ void __launch_bounds__(kThreads)
     uint32 sum = 0;
     for (uint32 digit = first; digit < end; ++digit) {
 #pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) sum += places[warp * kSortDigits + digit];
+      for (int warp = 0; warp < kWarps; ++warp) sum += places[warp * kSortDigits + digit].count;
     }
     uint32 place = sum_before<kThreads>(sum);
     for (uint32 digit = first; digit < end; ++digit) {
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) {
-        uint32& count = places[warp * kSortDigits + digit];
+        uint32& count = places[warp * kSortDigits + digit].count;
         const uint32 own_count = count;
         count = place;
         place += own_count;
@@ -125,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const uint32 to = own_places[ranks[i] >> 16] + (ranks[i] & 0xffff);
+      const uint32 to = own_places[ranks[i] >> 16].count + (ranks[i] & 0xffff);
       words[to] = static_cast<Word>(own[i]);
       if constexpr (kIndices) columns[to] = static_cast<uint16>(own_columns[i]);
     }

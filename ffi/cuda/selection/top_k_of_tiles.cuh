@@ -1,10 +1,11 @@
 // The k largest elements of rows of any length, in the order of lax.top_k. A CTA has a tile of a
-// row in registers and finds the k largest of the tile: it sorts the elements above a lower bound
-// of the k-th. Launches repeat this for what the tiles before have found, until a tile has all that
-// is left of a row.
+// row in registers and finds the k largest of the tile: it counts one digit of the elements after
+// the other, most significant first, and keeps those that begin as the k-th does. Launches repeat
+// this for what the tiles before have found, until a tile has all that is left of a row; the last
+// launch sorts.
 //
-// Tiles write equal elements in the order of their columns. So of equal elements a lower position
-// is a lower column in every launch.
+// Tiles write what they find in the order of the columns. So a lower position is a lower column in
+// every launch, and equal elements need no other order.
 #pragma once
 
 #include "ptx.cuh"
@@ -27,41 +28,20 @@ struct TopKShape {
   uint32 k;
 };
 
-// A lower bound of the k-th largest element: the k-th largest of the maxima of groups of elements.
-// At most (k - 1) * kGroupSize elements are above it, and few more than k of most arrays are.
-inline constexpr int kGroupSize = 8;
-template <int kBits, int kThreads, typename Bits, int kItems>
-inline Bits lower_bound(const Bits (&own)[kItems], uint32 k) {
-  Bits maxima[kItems / kGroupSize];
-#pragma unroll
-  for (int i = 0; i < kItems / kGroupSize; ++i) {
-    maxima[i] = own[i * kGroupSize];
-#pragma unroll
-    for (int j = 1; j < kGroupSize; ++j) maxima[i] = max_of(maxima[i], own[i * kGroupSize + j]);
-  }
-  return find_threshold<kBits, kThreads, true>(maxima, k).prefix;
-}
-
-// How many elements are above a threshold, and 2^16 times how many are at it.
-template <int kThreads, typename Bits, int kItems>
-inline BlockSum count_found(const Bits (&own)[kItems], Bits prefix, int shift) {
+// Calls write(place, item) for the elements above the threshold, and for the first `wanted` of
+// those at it; places are in the order of the columns. A warp's elements are adjacent.
+template <int kThreads, typename Bits, int kItems, class Write>
+inline void for_each_found(const Bits (&own)[kItems], const Threshold<Bits>& at,
+                           const Write& write) {
+  // Elements above the threshold, and 2^16 times those at it.
   uint32 counts = 0;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const Bits top = own[i] >> shift;
-    if (top >= prefix) counts += top == prefix ? 1u << 16 : 1u;
+    const Bits top = own[i] >> at.shift;
+    if (top >= at.prefix) counts += top == at.prefix ? 1u << 16 : 1u;
   }
-  return block_sum<kThreads>(counts);
-}
-
-// Calls write(place, item) for the elements above the threshold, and for the first `wanted` of
-// those at it; places are in the order of the columns. A warp's elements are adjacent, and
-// `before` is what count_found() says of those of the threads before.
-template <typename Bits, int kItems, class Write>
-inline void for_each_found(const Bits (&own)[kItems], const Threshold<Bits>& at, uint32 before,
-                           const Write& write) {
   const uint32 lower = (1u << threadIdx.x % 32) - 1;
-  before = __shfl_sync(~0u, before, 0);
+  uint32 before = __shfl_sync(~0u, sum_before<kThreads>(counts), 0);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const Bits top = own[i] >> at.shift;
@@ -147,49 +127,30 @@ __global__ void __launch_bounds__(kThreads, (sizeof(T) == 8 ? 512 : 1024) / kThr
     own[i] = position < count ? ordered_bits(x[start + position]) : 0;
   }
   const uint32 wanted = min_of(shape.k, count);
-  constexpr int kBits = 8 * sizeof(T);
-  // What is found: at first all elements above a lower bound, if these are not too many. If they
-  // are too few, the k-th largest element is the bound.
-  Threshold<Bits> at{};
-  BlockSum counts{};
-  uint32 found_count = kMostFound + 1;
-  if (2 * kGroupSize * wanted <= kThreads * kItems) {
-    at.prefix = lower_bound<kBits, kThreads>(own, wanted);
-    counts = count_found<kThreads>(own, at.prefix, 0);
-    found_count = counts.total & 0xffff;
-    if (found_count < wanted) {
-      at.wanted = wanted - found_count;
-      found_count = wanted;
-    }
-  }
-  if (found_count > kMostFound) {
-    at = find_threshold<kBits, kThreads, false>(own, wanted);
-    counts = count_found<kThreads>(own, at.prefix, at.shift);
-    found_count = wanted;
-  }
+  const auto at = find_threshold<8 * sizeof(T), kThreads, false>(own, wanted);
   const auto column_of = [&](int item) {
     const uint32 position = own_first + 32 * item;
     return kFirst ? static_cast<int32>(first + position) : columns[start + position];
   };
   const int64 to = static_cast<int64>(row) * shape.found + tile * shape.k;
-  if (!kLast && found_count == wanted) {
-    for_each_found(own, at, counts.before, [&](uint32 place, int item) {
+  if constexpr (kLast) {
+    __shared__ Bits bits[kMostFound];
+    __shared__ uint32 columns_of_bits[kMostFound];
+    const FoundElements<Bits> found{bits, columns_of_bits};
+    for_each_found<kThreads>(own, at, [&](uint32 place, int item) {
+      bits[place] = own[item];
+      columns_of_bits[place] = static_cast<uint32>(column_of(item));
+    });
+    sort_found<kThreads>(found, wanted);
+    for (uint32 i = threadIdx.x; i < wanted; i += kThreads) {
+      values[to + i] = element_of<T>(bits[i]);
+      columns_found[to + i] = static_cast<int32>(columns_of_bits[i]);
+    }
+  } else {
+    for_each_found<kThreads>(own, at, [&](uint32 place, int item) {
       values[to + place] = element_of<T>(own[item]);
       columns_found[to + place] = column_of(item);
     });
-    return;
-  }
-  __shared__ Bits bits[kMostFound];
-  __shared__ uint32 columns_of_bits[kMostFound];
-  const FoundElements<Bits> found{bits, columns_of_bits};
-  for_each_found(own, at, counts.before, [&](uint32 place, int item) {
-    bits[place] = own[item];
-    columns_of_bits[place] = static_cast<uint32>(column_of(item));
-  });
-  sort_found<kThreads>(found, found_count);
-  for (uint32 i = threadIdx.x; i < wanted; i += kThreads) {
-    values[to + i] = element_of<T>(bits[i]);
-    columns_found[to + i] = static_cast<int32>(columns_of_bits[i]);
   }
 }
 

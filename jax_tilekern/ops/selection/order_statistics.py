@@ -15,7 +15,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.ops.selection.rows import rule_of_rows
+from jax_tilekern.ops.selection.rows import columns_of, rule_of_rows
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.selection.order_statistics import OrderStatistics, plan_order_statistics
 from jax_tilekern.primitives.operation import (
@@ -43,8 +43,7 @@ def order_statistics(x: Array, ranks: Array) -> Array:
 def _reference(x: Array, ranks: Array, *, indices: bool) -> list[Array]:
     operands = [x]
     if indices:
-        # Zeros of the elements' sharding and varying axes.
-        operands.append(jnp.zeros_like(x, np.int32) + lax.iota(np.int32, x.shape[-1]))
+        operands.append(columns_of(x))
     results = lax.sort(operands, num_keys=1)
     found = [jnp.take(y, ranks, -1, mode="clip") for y in results]
     if not jnp.issubdtype(x.dtype, jnp.floating):

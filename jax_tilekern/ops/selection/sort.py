@@ -17,7 +17,7 @@ from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.ops.selection.rows import rule_of_rows
+from jax_tilekern.ops.selection.rows import columns_of, rule_of_rows
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.selection.sort_rows import Order, SortedRows, plan_sort_rows
 from jax_tilekern.primitives.operation import (
@@ -153,8 +153,7 @@ def _reference(x: Array, *, order: Order, values: bool, indices: bool) -> list[A
     x = lax.rev(x, [dimension]) if order == "descending" else x
     operands = [x]
     if indices:
-        # Zeros of the elements' sharding and varying axes.
-        columns = jnp.zeros_like(x, np.int32) + lax.iota(np.int32, x.shape[-1])
+        columns = columns_of(x)
         operands.append(lax.rev(columns, [dimension]) if order == "descending" else columns)
     results = list(lax.sort(operands, num_keys=1))[not values :]
     return results if order == "ascending" else [lax.rev(y, [dimension]) for y in results]

@@ -30,7 +30,7 @@ _MAX_THREAD_BYTES = 128
 _COLUMN_BYTES = 4
 _DIGIT_BITS = 8
 # Bytes of a warp's counts of a digit, and of a column in shared memory.
-_COUNT_BYTES, _SHARED_COLUMN_BYTES = 4, 2
+_COUNT_BYTES, _SHARED_COLUMN_BYTES = 8, 2
 _STATIC_SHARED_BYTES = 128
 # Measured on an H200: cycles of an SM for an element of each lane of a warp in a pass, and for the
 # counts of a pass; and the cycles of both where a CTA waits for itself.
