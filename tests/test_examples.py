@@ -236,6 +236,12 @@ def test_alignment_learns(capsys):
     assert "update  20" in printed
 
 
+def test_a_state_space_model_learns_to_remember():
+    first, last = example("state_space").main(updates=60)
+    assert first > 1.5
+    assert last < 0.1
+
+
 def test_springs_learn(capsys):
     springs = example("springs")
     springs.BODIES = 50
