@@ -173,3 +173,26 @@ def test_what_no_kernel_covers():
     assert "at most 2048" in plan_top_k(TopK(1, 9000, 2049, F32), H100).reason
     assert "bool" in plan_top_k(TopK(1, 9, 1, np.dtype(bool)), H100).reason
     assert "CTAs" in plan_top_k(TopK(2**31, 9, 1, F32), H100).reason
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, BF16, np.dtype(np.int8)], ids=str)
+@pytest.mark.one_in(4)
+def test_kernels_do_not_spill(dtype):
+    with policy("kernels"):
+        plans = [
+            *(plan_top_k(TopK(64, 100_000, k, dtype), H100) for k in (20, 1000)),
+            *(
+                plan_top_k(TopK(64, columns, 8, dtype), H100)
+                for columns in (100, 500, 1000, 16_384)
+            ),
+            *(
+                plan_sort_rows(SortedRows(64, columns, dtype, "ascending", True, True), H100)
+                for columns in (100, 2000, 4000)
+            ),
+            plan_order_statistics(OrderStatistics(64, 10_000, 2, dtype, True), H100),
+            plan_searchsorted(Searches(5000, 7000, dtype, True), H100),
+        ]
+    for plan in plans:
+        assert not isinstance(plan, NoKernel), plan
+        for launch in plan.launches:
+            assert launch.entry.spill_bytes == launch.entry.stack_bytes == 0, plan

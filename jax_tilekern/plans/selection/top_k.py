@@ -19,7 +19,7 @@ MAX_K = 2048
 _MAX_SIZE = 2**31 - 1
 _COLUMN_BYTES = 4
 _WARP_THREADS = 128
-_WARP_ITEMS = 32
+_WARP_ITEMS = 16
 # Tiles of a row that several CTAs share, and how many elements they have for each that they find.
 _SHARED_TILES = COUNTED_TILES[2:]
 _REDUCTION = 16
