@@ -56,23 +56,6 @@ def test_derivatives_of_mapped_calls_have_one_gradient_each():
             np.testing.assert_allclose(found[i], wanted, rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("error", "arguments", "options", "words"),
-    [
-        (ValueError, (X[0, 0, 0], WEIGHTS), {}, r"\(\.\.\., length, channels\)"),
-        (ValueError, (X, WEIGHTS[:, :5]), {}, r"\(2, 3, 9, 6\) and \(4, 5\)"),
-        (ValueError, (X, WEIGHTS[:0]), {}, "weights"),
-        (ValueError, (X, WEIGHTS, jnp.ones(5)), {}, r"bias has shape \(5,\).*\(6,\)"),
-        (ValueError, (X, WEIGHTS), {"state": X[..., :2, :]}, r"state.*\(2, 3, 3, 6\)"),
-        (ValueError, (X, WEIGHTS), {"activation": "gelu"}, "'silu'"),
-        (TypeError, (jnp.ones((3, 6), int), jnp.ones((4, 6), int)), {}, "floats"),
-    ],
-)
-def test_bad_input(error, arguments, options, words):
-    with pytest.raises(error, match=words):
-        jtk.causal_conv1d(*arguments, **options)
-
-
 # Kernels.
 
 

@@ -209,6 +209,16 @@ CALLS = {
         (lambda f: f(X, W, axis=0), r"shapes \(4, 6\) and \(6, 8\) do not broadcast"),
         (lambda f: f(X, X, axis=0, initial=X), r"initial has the shape \(4, 6\)"),
     ],
+    "causal_conv1d": [
+        (lambda f: f(X[0], X), r"\(\.\.\., length, channels\).* shapes \(6,\) and \(4, 6\)"),
+        (lambda f: f(X, W[:, :5]), r"\(4, 6\) and \(6, 5\)"),
+        (lambda f: f(X, X[:0]), r"\(4, 6\) and \(0, 6\)"),
+        (lambda f: f(X, X, X[0, :5]), r"bias has shape \(5,\).* it is \(6,\)"),
+        (lambda f: f(X, X, state=X[:2]), r"state has shape \(2, 6\).* it is \(3, 6\)"),
+        (lambda f: f(X, X, activation="gelu"), "activation is 'gelu'; it is None or 'silu'"),
+        (lambda f: f(X.astype(int), X.astype(int)), "floats or complex numbers, not int32"),
+        (lambda f: f(X, None), "requires ndarray or scalar arguments"),
+    ],
     "kernel": [(lambda f: f(3), "a function, not 3")],
     "fuse": [(lambda f: f(3), "a function, got int")],
     "explain": [

@@ -102,7 +102,7 @@ def causal_conv1d(
     >>> jtk.causal_conv1d(x[2:], weights, state=state)[0][:, 0]
     Array([21., 32.], dtype=float32)
     """
-    given = [z for z in (x, weights, bias, state) if z is not None]
+    given = [x, weights, *(z for z in (bias, state) if z is not None)]
     compat.check_arraylike("causal_conv1d", *given)
     dtype = jnp.result_type(*given)
     if not jnp.issubdtype(dtype, jnp.inexact):
