@@ -556,3 +556,13 @@ def test_devices_add_their_first_index_where_the_call_reads_it():
         (scores(lambda s, b, h, q, k: s + b * (q - k)), {"batch", "queries"}),
     ):
         assert {x for x in split if own.reads_origins(**{**split, x: True})} == read
+
+
+@pytest.mark.parametrize("shape", ["batch, 7, 4, 8", "batch, length, 4, 8"])
+def test_symbolic_sizes(shape):
+    def attention(x):
+        return jtk.attention(x, x, x, is_causal=True)
+
+    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), np.float32)
+    exported = jax.export.export(jax.jit(attention))(symbolic)
+    assert_close(exported.call(QUERY), attention(QUERY))

@@ -5,7 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from products import BF16, F16, F32, H100
+from sharded import EXPLICIT, devices, mesh_of, put
 
 import jax_tilekern as jtk
 from benchmarks.catalog.convolution import causal_conv1d as draw_call
@@ -105,3 +107,29 @@ def test_plans_beyond_their_limits():
     long = CausalConv(1, 2**31, 8, 4, BF16, None)
     assert isinstance(plan_causal_conv1d(long, H100), NoKernel)
     assert isinstance(plan_causal_conv1d_gradient(long, H100), NoKernel)
+
+
+def test_symbolic_sizes():
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("batch, length, 6"), F32)
+    exported = jax.export.export(jax.jit(lambda x: jtk.causal_conv1d(x, WEIGHTS)))(shape)
+    expected = jtk.causal_conv1d(X[0], WEIGHTS)
+    np.testing.assert_allclose(exported.call(X[0]), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(devices() is None, reason="needs eight CPU devices")
+@pytest.mark.parametrize("spec", [P("m"), P(None, None, "d"), P("m", None, "d")], ids=str)
+def test_explicit_axes(spec):
+    mesh = mesh_of((EXPLICIT, EXPLICIT))
+    of_weights = P(None, spec[2]) if len(spec) == 3 else P()
+
+    def loss(x, weights):
+        return (jtk.causal_conv1d(x, weights, activation="silu") ** 2).sum()
+
+    x = jnp.asarray(RNG.standard_normal((4, 9, 6)), F32)
+    expected = jax.grad(loss, (0, 1))(x, WEIGHTS)
+    with jax.set_mesh(mesh):
+        operands = put(mesh, x, spec), put(mesh, WEIGHTS, of_weights)
+        found = jax.jit(jax.grad(loss, (0, 1)))(*operands)
+        assert found[0].sharding.is_equivalent_to(operands[0].sharding, 3)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-5)

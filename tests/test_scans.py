@@ -159,3 +159,11 @@ def test_what_is_predicted_to_be_faster(function, shape, is_kernel):
     with jtk.gpu_target("H200"):
         (choice,) = jtk.explain(function, x)
     assert (choice.kernel is not None) == is_kernel, choice
+
+
+def test_recurrences_of_symbolic_sizes():
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("batch, 12"), np.float32)
+    exported = jax.export.export(jax.jit(lambda x: jtk.linear_recurrence(x, x, axis=1)))(shape)
+    x = jnp.linspace(-1, 1, 36).reshape(3, 12)
+    expected = jtk.linear_recurrence(x, x, axis=1)
+    np.testing.assert_allclose(exported.call(x), expected, rtol=1e-5, atol=1e-6)

@@ -353,6 +353,9 @@ def _over_blocks(
 
 def _block_sizes(batch: int, queries: int, scores_of_query: int) -> tuple[int, int]:
     """Return the elements of a batch and the queries of a block."""
+    # Symbolic sizes are one block.
+    if not all(isinstance(n, int) for n in (batch, queries, scores_of_query)):
+        return batch, queries
     most = _SCORES_OF_GPU if lowering_platform.value == "cuda" else _SCORES
     rows = max(1, most // max(1, scores_of_query))
     if rows >= batch * queries:

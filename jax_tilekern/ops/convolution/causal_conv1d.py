@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
@@ -117,8 +118,8 @@ def causal_conv1d(
         )
     *outer, length, channels = x.shape
     history = (*outer, len(weights) - 1, channels)
-    bias = jnp.zeros(channels, dtype) if bias is None else jnp.asarray(bias, dtype)
-    before = jnp.zeros(history, dtype) if state is None else jnp.asarray(state, dtype)
+    bias = _zeros(x, (channels,)) if bias is None else jnp.asarray(bias, dtype)
+    before = _zeros(x, history) if state is None else jnp.asarray(state, dtype)
     for name, shape, wanted in (
         ("bias", bias.shape, (channels,)),
         ("state", before.shape, history),
@@ -136,6 +137,18 @@ def causal_conv1d(
         return out
     last = jnp.concatenate((before[..., length:, :], x[..., max(0, length - history[-2]) :, :]), -2)
     return out, last
+
+
+def _zeros(x: Array, shape: tuple[int, ...]) -> Array:
+    """Return zeros that explicit axes split as ``x``, along its outer dimensions and channels."""
+    zeros = jnp.zeros(shape, x.dtype)
+    sharding = compat.explicit_sharding(jax.typeof(x))
+    if sharding is None:
+        return zeros
+    axes = (*tuple(sharding.spec), *(None,) * (x.ndim - len(sharding.spec)))
+    spec = (*axes[:-2], None, axes[-1])[-len(shape) :]
+    split: Array = jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    return split
 
 
 # Programs of XLA: what the primitives mean.

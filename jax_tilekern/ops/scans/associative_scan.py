@@ -16,6 +16,7 @@ from jax_tilekern.epilogue.scalar_function import Role, ScalarFunction, trace_sc
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
+from jax_tilekern.ops.arguments import integer
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.scans.combinations import combination_of_scalars
 from jax_tilekern.ops.scans.linear_recurrence import element_before, recurrence
@@ -82,6 +83,7 @@ def associative_scan(
     """
     if not callable(fn):
         raise TypeError("lax.associative_scan: fn argument should be callable.")
+    axis = integer("associative_scan", "axis", axis)
     return _scanned(elems, fn=fn, reverse=bool(reverse), axis=axis)
 
 

@@ -208,7 +208,7 @@ def _as_lax(
     operand = jnp.asarray(operand)
     # JAX's function raises the errors.
     jax.eval_shape(lambda x: function(x, axis, reverse), operand)
-    result: Array = _bind(operand, kind=kind, axis=axis, reverse=bool(reverse))
+    result: Array = _bind(operand, kind=kind, axis=int(axis), reverse=bool(reverse))
     return result
 
 

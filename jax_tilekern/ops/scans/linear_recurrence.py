@@ -107,7 +107,7 @@ def linear_recurrence(
     if not isinstance(axis, int | np.integer):
         raise TypeError(f"linear_recurrence: axis is {axis!r}; it is an integer")
     try:
-        shape = np.broadcast_shapes(a.shape, b.shape)
+        shape = jnp.broadcast_shapes(a.shape, b.shape)
     except ValueError as error:
         raise ValueError(
             f"linear_recurrence: the shapes {a.shape} and {b.shape} do not broadcast"
