@@ -23,7 +23,7 @@ DATA = {
     "jax_tilekern/cli/digits.md",
     *(
         f"jax_tilekern/plans/policy/data/{name}.json"
-        for name in ("avx2", "avx512_bf16", "avx512_vnni", "avx512_vnni_amx", "h100")
+        for name in ("avx2", "avx512_bf16", "avx512_vnni", "avx512_vnni_amx", "h100", "h200")
     ),
 }
 

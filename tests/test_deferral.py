@@ -105,6 +105,17 @@ def test_kernels_of_users_are_compiled_at_the_same_time():
         assert _launches(_text(two_cuda_kernels, X)) == 2
 
 
+def test_a_call_with_a_structure_of_numbers_is_not_deferred():
+    pair = np.array((1, 2.5), np.dtype([("first", "i4"), ("second", "f4")]))[()]
+    source = """
+    struct Pair { int first; float second; };
+    __global__ void add(float* out, Pair pair) { *out = pair.first + pair.second; }
+    """
+    out = jax.ShapeDtypeStruct((1,), np.float32)
+    kernel = jtk.cuda_kernel(source, out=out, grid=1, block=1, scalars=(pair,))
+    assert _launches(_text(kernel)) == 1
+
+
 def test_kernels_of_a_program_are_compiled_at_the_same_time():
     """Each compilation waits until all have begun, which they would not one after the other."""
     barrier = threading.Barrier(3)

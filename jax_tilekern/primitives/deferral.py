@@ -60,7 +60,7 @@ def lower_or_defer(rule: Rule, ctx: Any, *values: Any) -> Sequence[Any]:
     return module.defer(rule, ctx, values, plan)
 
 
-def plan(planner: Callable[..., Any], *arguments: Hashable) -> Any:
+def plan(planner: Callable[..., Any], *arguments: Any) -> Any:
     """Return ``planner(*arguments)``, or leave the rule of a call that is deferred.
 
     The planner may run twice, the first time in another thread, under the settings of this one.
@@ -130,9 +130,13 @@ class _Module:
         self._plans: dict[Hashable, Future[Any]] = {}
         self._threads: ThreadPoolExecutor | None = None
 
-    def plan(self, planner: Callable[..., Any], *arguments: Hashable) -> Any:
+    def plan(self, planner: Callable[..., Any], *arguments: Any) -> Any:
         settings = current_settings()
         key = planner, arguments, settings
+        try:
+            hash(key)
+        except TypeError:  # It has a structure of numbers, which is in no set of calls.
+            return planner(*arguments)
         if key not in self._plans:
             try:
                 with without_compiling():
