@@ -100,7 +100,7 @@ def test_a_repeated_call_compiles_nothing(name, derivative):
             pytest.skip("has no derivatives")
         function = jax.grad(total, floats)
         if name == "kernel, branch" and jax.__version_info__ < (0, 11):
-            pytest.xfail("JAX before 0.11 traces the branches of each gradient again (docs/limits.md)")
+            pytest.xfail("JAX traces the branches of each gradient again: docs/limits.md")
     _, *repeated = _compilations_of_calls(function, arrays)
     assert repeated == [0, 0]
 
