@@ -140,8 +140,9 @@ def _cycles(call: Pass, gpu: Gpu, key: str) -> float:
     queries, keys = sizes.queries, sizes.keys
     launches = [_Launch(queries, keys, (1, 1))]
     if key == CUDNN:
-        # Heads that share keys share a tile.
-        launches = [_Launch(queries, keys, (1, 1), sizes.heads // sizes.key_heads)]
+        # Heads that share keys share a tile, and few tiles share their keys out among the SMs.
+        heads = sizes.heads // sizes.key_heads
+        launches = [_Launch(queries, keys, (1, 1), heads, splits=True)]
     if call.is_gradient:
         launches = [_Launch(keys, queries, (3, 2))]
         if key == KERNELS:
@@ -164,12 +165,14 @@ class _Launch(NamedTuple):
     """Tiles of rows, each with all others that it sees: queries with keys, or keys with queries.
 
     ``products`` are those of keys and of values, and ``heads`` how many have their rows in a tile.
+    Where it ``splits``, several SMs have a part of the others each.
     """
 
     rows: int
     others: int
     products: tuple[int, int]
     heads: int = 1
+    splits: bool = False
 
 
 def _tiles_cycles(call: Pass, gpu: Gpu, launch: _Launch) -> float:
@@ -177,7 +180,8 @@ def _tiles_cycles(call: Pass, gpu: Gpu, launch: _Launch) -> float:
     sizes, rates = call.sizes, gpu.rates
     heads = sizes.batch * sizes.heads // launch.heads
     tiles = heads * math.ceil(launch.heads * launch.rows / _TILE)
-    scores = call.share * _TILE * _padded(launch.others)
+    parts = max(1, gpu.sm_count // tiles) if launch.splits else 1
+    scores = call.share * _TILE * _padded(math.ceil(launch.others / parts))
     multiplied = sum(
         count * _padded(features)
         for count, features in zip(
