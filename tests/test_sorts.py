@@ -46,7 +46,15 @@ def test_quantiles(rng, method, axis, keepdims, dtype):
     options = {"method": method, "keepdims": keepdims}
     for each in (x, other):
         for q in (0.3, np.array([0.0, 0.25, 0.77, 1.0], np.float32)):
-            same(jtk.quantile(each, q, axis, **options), jnp.quantile(each, q, axis, **options))
+            found, wanted = (m.quantile(each, q, axis, **options) for m in (jtk, jnp))
+            if method != "linear":
+                same(found, wanted)
+                continue
+            # A compiler may contract the interpolation to a fused multiply-add.
+            assert found.dtype == wanted.dtype
+            slack = 2 * float(jnp.finfo(found.dtype).eps) * np.nanmax(np.abs(np.float64(each)))
+            found, wanted = (np.asarray(z, np.float64) for z in (found, wanted))
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=slack)
         same(jtk.median(each, axis, keepdims=keepdims), jnp.median(each, axis, keepdims=keepdims))
 
 
