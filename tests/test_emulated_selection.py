@@ -26,6 +26,7 @@ INTEGERS = tuple(
     np.dtype(x) for x in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 )
 ORDERED = (F64, F32, BF16, F16, *INTEGERS)
+KINDS = ("bits", "equal", "special")
 
 
 def run(plan_of, operands, results, **how):
@@ -54,6 +55,11 @@ def elements(rng, kind, shape, dtype):
     return x
 
 
+def drawn(rng, *choices):
+    """Return one of each sequence; another ``number`` of a case is another draw."""
+    return [choice[rng.integers(len(choice))] for choice in choices]
+
+
 def assert_same_bits(found, expected):
     for ours, theirs in zip(found, expected, strict=True):
         own = np.asarray(theirs)
@@ -61,8 +67,7 @@ def assert_same_bits(found, expected):
         np.testing.assert_array_equal(ours.view(unsigned), own.view(unsigned))
 
 
-@pytest.mark.parametrize("dtype", ORDERED, ids=str)
-@pytest.mark.parametrize("kind", ["bits", "equal", "special"])
+@pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize(
     ("rows", "columns", "k"),
     [
@@ -70,27 +75,30 @@ def assert_same_bits(found, expected):
         (1, 16384, 3), (2, 20_000, 17), (1, 50_001, MAX_K), (1, 300_000, 1000),
     ],
 )  # fmt: skip
-@pytest.mark.one_in(30)
-def test_top_k(rng, dtype, kind, rows, columns, k):
+@pytest.mark.one_in(4)
+def test_top_k(rng, number, rows, columns, k):
+    dtype, kind = drawn(rng, ORDERED, KINDS)
     x = elements(rng, kind, (rows, columns), dtype)
     results = [((rows, k), dtype), ((rows, k), np.dtype(np.int32))]
     how = {"backwards": bool(rng.integers(2))}
     found = run(lambda: plan_top_k(TopK(rows, columns, k, dtype), H100), [x], results, **how)
-    assert_same_bits(found, lax.top_k(x, k))
+    # XLA changes bits of a NaN of bfloat16, which are those of the operand here.
+    order = np.asarray(lax.top_k(x, k)[1])
+    assert_same_bits(found, (np.take_along_axis(x, order, 1), order))
 
 
-@pytest.mark.parametrize("dtype", ORDERED, ids=str)
-@pytest.mark.parametrize("kind", ["bits", "equal", "special"])
-@pytest.mark.parametrize("order", ["ascending", "reversed", "descending"])
-@pytest.mark.parametrize("results", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize(
     ("rows", "columns"),
     [(3, 1), (5, 33), (7, 200), (2, 300), (3, 1000), (2, 2048), (1, 4000), (1, 8100)],
 )
-@pytest.mark.one_in(200)
-def test_sort_rows(rng, dtype, kind, order, results, rows, columns):
+@pytest.mark.one_in(6)
+def test_sort_rows(rng, number, rows, columns):
+    dtype, kind = drawn(rng, ORDERED, KINDS)
+    order, (values, indices) = drawn(
+        rng, ("ascending", "reversed", "descending"), ((True, False), (False, True), (True, True))
+    )
     x = elements(rng, kind, (rows, columns), dtype)
-    values, indices = results
     problem = SortedRows(rows, columns, dtype, order, values, indices)
     types = [dtype] * values + [np.dtype(np.int32)] * indices
     how = {"backwards": bool(rng.integers(2))}
@@ -104,14 +112,13 @@ def test_sort_rows(rng, dtype, kind, order, results, rows, columns):
     assert_same_bits(found, expected[not values : 1 + indices])
 
 
-@pytest.mark.parametrize("dtype", ORDERED, ids=str)
-@pytest.mark.parametrize("kind", ["bits", "equal", "special"])
-@pytest.mark.parametrize("indices", [False, True])
+@pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize(
     ("rows", "columns"), [(3, 1), (5, 33), (2, 1024), (2, 3000), (1, 9000), (1, 16_384)]
 )
-@pytest.mark.one_in(40)
-def test_order_statistics(rng, dtype, kind, indices, rows, columns):
+@pytest.mark.one_in(6)
+def test_order_statistics(rng, number, rows, columns):
+    dtype, kind, indices = drawn(rng, ORDERED, KINDS, (False, True))
     x = elements(rng, kind, (rows, columns), dtype)
     if dtype not in INTEGERS:
         # Rows that have one element that is no number, and rows without.
@@ -132,13 +139,11 @@ def test_order_statistics(rng, dtype, kind, indices, rows, columns):
     assert_same_bits(found, (values, order)[: 1 + indices])
 
 
-@pytest.mark.parametrize("dtype", ORDERED, ids=str)
-@pytest.mark.parametrize("kind", ["bits", "equal", "special"])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize(("count", "queries"), [(1, 5), (33, 1025), (2048, 3000), (4095, 7)])
-@pytest.mark.parametrize("is_sorted", [True, False])
-@pytest.mark.one_in(40)
-def test_searchsorted(rng, dtype, kind, side, count, queries, is_sorted):
+@pytest.mark.one_in(6)
+def test_searchsorted(rng, number, count, queries):
+    dtype, kind, side, is_sorted = drawn(rng, ORDERED, KINDS, ("left", "right"), (True, False))
     a, v = (elements(rng, kind, (size,), dtype) for size in (count, queries))
     a = np.asarray(lax.sort(a)) if is_sorted else a
     problem = Searches(count, queries, dtype, side == "right")

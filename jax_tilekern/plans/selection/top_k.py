@@ -19,7 +19,8 @@ MAX_K = 2048
 _MAX_SIZE = 2**31 - 1
 _COLUMN_BYTES = 4
 _WARP_THREADS = 128
-_WARP_ITEMS = 16
+# Elements of a lane, by their bytes, that registers hold with their order.
+_WARP_ITEMS = {1: 16, 2: 16, 4: 8}
 # Tiles of a row that several CTAs share, and how many elements they have for each that they find.
 _SHARED_TILES = COUNTED_TILES[2:]
 _REDUCTION = 16
@@ -84,7 +85,7 @@ def levels_of(problem: TopK, gpu: Gpu) -> list[Level]:
 def _takes_warps(problem: TopK) -> bool:
     """Return whether a warp to a row has fewer instructions than a tile to a row."""
     columns, k, dtype = problem.columns, problem.k, problem.dtype
-    if columns > WARP * _WARP_ITEMS or dtype.itemsize > 4:
+    if columns > WARP * _WARP_ITEMS.get(dtype.itemsize, 0):
         return False
     items, log = _warp_items(columns), _warp_items(columns).bit_length() - 1
     # Comparators of the odd-even mergesort, and instructions of each and of a step.
