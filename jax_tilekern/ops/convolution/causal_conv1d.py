@@ -105,12 +105,13 @@ def causal_conv1d(
     """
     given = [x, weights, *(z for z in (bias, state) if z is not None)]
     compat.check_arraylike("causal_conv1d", *given)
-    dtype = jnp.result_type(*given)
+    # Arrays may have 64 bits although x64 is off.
+    dtype = functools.reduce(jnp.promote_types, (jax.typeof(z).dtype for z in given))
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(f"causal_conv1d takes floats or complex numbers, not {dtype}")
     if activation not in (None, "silu"):
         raise ValueError(f"causal_conv1d: activation is {activation!r}; it is None or 'silu'")
-    x, weights = jnp.asarray(x, dtype), jnp.asarray(weights, dtype)
+    x, weights = compat.as_type(x, dtype), compat.as_type(weights, dtype)
     if x.ndim < 2 or weights.ndim != 2 or weights.shape[1] != x.shape[-1] or not len(weights):
         raise ValueError(
             "causal_conv1d takes x (..., length, channels) and weights (width, channels), not "
@@ -118,8 +119,8 @@ def causal_conv1d(
         )
     *outer, length, channels = x.shape
     history = (*outer, len(weights) - 1, channels)
-    bias = _zeros(x, (channels,)) if bias is None else jnp.asarray(bias, dtype)
-    before = _zeros(x, history) if state is None else jnp.asarray(state, dtype)
+    bias = _zeros(x, (channels,)) if bias is None else compat.as_type(bias, dtype)
+    before = _zeros(x, history) if state is None else compat.as_type(state, dtype)
     for name, shape, wanted in (
         ("bias", bias.shape, (channels,)),
         ("state", before.shape, history),
@@ -141,7 +142,7 @@ def causal_conv1d(
 
 def _zeros(x: Array, shape: tuple[int, ...]) -> Array:
     """Return zeros that explicit axes split as ``x``, along its outer dimensions and channels."""
-    zeros = jnp.zeros(shape, x.dtype)
+    zeros = compat.as_type(jnp.zeros(shape, np.int8), x.dtype)
     sharding = compat.explicit_sharding(jax.typeof(x))
     if sharding is None:
         return zeros
@@ -154,8 +155,9 @@ def _zeros(x: Array, shape: tuple[int, ...]) -> Array:
 # Programs of XLA: what the primitives mean.
 
 
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, np.float32)
+def _wide(x: Array) -> Array:
+    """Return an array in the type in which it is computed, float32 at least."""
+    return compat.as_type(x, jnp.promote_types(x.dtype, np.float32))
 
 
 def _activated(x: Array, state: Array, weights: Array, bias: Array, *, activation: Any) -> Array:
@@ -170,27 +172,24 @@ def _activated(x: Array, state: Array, weights: Array, bias: Array, *, activatio
 
 
 def _forward(*operands: Array, activation: Any) -> Array:
-    dtype = operands[0].dtype
-    wide = (x.astype(_wide(dtype)) for x in operands)
-    result: Array = _activated(*wide, activation=activation).astype(dtype)
-    return result
+    result = _activated(*map(_wide, operands), activation=activation)
+    return compat.as_type(result, operands[0].dtype)
 
 
 def _tangent(*operands: Array, activation: Any) -> Array:
-    dtype = operands[0].dtype
-    wide = [x.astype(_wide(dtype)) for x in operands]
+    wide = list(map(_wide, operands))
     function = functools.partial(_activated, activation=activation)
     _, moved = jax.jvp(function, wide[:4], wide[4:])
-    return jnp.asarray(moved, dtype)
+    return compat.as_type(moved, operands[0].dtype)
 
 
 def _gradient(*operands: Array, activation: Any) -> _Arrays:
     """Return the cotangents, of weights and bias in float32 at least."""
     dtype = operands[0].dtype
-    *wide, d_out = (x.astype(_wide(dtype)) for x in operands)
+    *wide, d_out = map(_wide, operands)
     function = functools.partial(_activated, activation=activation)
     d_x, d_state, *others = jax.vjp(function, *wide)[1](d_out)
-    return [d_x.astype(dtype), d_state.astype(dtype), *others]
+    return [compat.as_type(d_x, dtype), compat.as_type(d_state, dtype), *others]
 
 
 # Derivatives.
@@ -215,7 +214,7 @@ def _as_list(function: Callable[..., Array]) -> Callable[..., _Arrays]:
 
 def _transposed_tangent(cotangent: Array, *operands: Any, **params: Any) -> _Arrays:
     results = _gradient_of(*operands[:4], cotangent, **params)
-    return [x.astype(operands[0].dtype) for x in results]
+    return [compat.as_type(x, operands[0].dtype) for x in results]
 
 
 # Batching: more sequences or, where the filters are mapped or have cotangents, more channels.
