@@ -296,4 +296,4 @@ def _gradient_errors(_: Arrays, results: Mapping[str, Any]) -> Errors:
     }
 
 
-COMMAND = program_command("time attention against cuDNN and `jnp`", _programs)
+COMMAND = program_command("attention against cuDNN and `jnp`", _programs)
