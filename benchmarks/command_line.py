@@ -13,7 +13,6 @@ import jax
 
 from benchmarks import (
     attention,
-    attention_sample,
     convolution,
     first_calls,
     fit_policy,
@@ -128,7 +127,6 @@ _COMMANDS: dict[str, Command] = {
     "sample": sample.COMMAND,
     **moe.COMMANDS,
     "attention": attention.COMMAND,
-    "attention_sample": attention_sample.COMMAND,
     "jax_kernel": jax_kernel.COMMAND,
     "out_of_core": out_of_core.COMMAND,
     **sharded.COMMANDS,

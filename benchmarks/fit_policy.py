@@ -28,7 +28,6 @@ from unittest import mock
 import jax
 import numpy as np
 
-from benchmarks.attention_sample import PASSES, AttentionCall
 from benchmarks.errors import BenchmarkError
 from benchmarks.record import Record, command_text, read, write
 from benchmarks.rows import OURS, Row, jitted
@@ -204,7 +203,7 @@ class CallTimes(NamedTuple):
     """
 
     name: str
-    row: Row | DrawnCall | AttentionCall
+    row: Row | DrawnCall
     microseconds: Mapping[str, float]
 
 
@@ -259,8 +258,7 @@ def _times_in(path: Path) -> Iterator[CallTimes]:
 
 def _drawn_times(entry: Record) -> Iterator[CallTimes]:
     """Yield the call of a row of ``benchmarks sample``, if it has times."""
-    is_attention = entry["draw"][0] in PASSES
-    row = (AttentionCall if is_attention else DrawnCall)(*entry["draw"])
+    row = DrawnCall(*entry["draw"])
     times = entry.get("microseconds")
     if row.name != entry["name"]:
         raise BenchmarkError(f"the catalog draws {row.name}, where the record has {entry['name']}")

@@ -4,9 +4,10 @@
 
 Shapes, types, layouts and options are the description's, and sizes those of the device. The peer is
 JAX's function of the same name or, where there is none, the operation in plain JAX as the catalog
-writes it. With ``--candidates K`` a call of one product, which may have an epilogue, has a side for
-each of K candidates. A row's ``draw`` has the description, seed, index and device that draw its
-call again: ``fit_policy`` takes records of these.
+writes it. Sides beside it have a key each: those of ``attention value`` and ``attention gradient``
+are the kernels and cuDNN. With ``--candidates K`` a call of one product, which may have an
+epilogue, has a side for each of K candidates. A row's ``draw`` has the description, seed, index and
+device that draw its call again: ``fit_policy`` takes records of these.
 """
 
 from __future__ import annotations
@@ -25,14 +26,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
-from benchmarks.catalog import DESCRIPTIONS
-from benchmarks.catalog.call import Call, Operand
+from benchmarks.catalog import DESCRIPTIONS, SAMPLED
+from benchmarks.catalog.call import Side
 from benchmarks.catalog.draw import Draw
-from benchmarks.catalog.oracles import PEERS
 from benchmarks.errors import BenchmarkError
 from benchmarks.programs import (
     Arrays,
@@ -55,7 +54,7 @@ from jax_tilekern.tuning.tuner import TunedChoices, products_of, using
 
 # Factor of the sizes that tests draw.
 _SCALES = {"cpu": 64, "gpu": 4096}
-_MEASURED = tuple(name for name, x in DESCRIPTIONS.items() if not x.on_host)
+_DEFAULT = tuple(name for name in SAMPLED if name in DESCRIPTIONS)
 _ATTEMPTS = 1000
 _CALLS_AT_A_TIME = 16
 
@@ -73,10 +72,10 @@ class DrawnCall:
     description: str
     seed: int
     index: int
-    device: str
+    device: str = "gpu"
 
     @functools.cached_property
-    def call(self) -> Call:
+    def call(self) -> Any:
         """The call, which is drawn again while it exceeds a limit of the device.
 
         Raises
@@ -85,13 +84,16 @@ class DrawnCall:
             If every call does.
         """
         most_bytes, operations = LIMITS[self.device]
-        key = [self.seed, self.index, zlib.crc32(self.description.encode())]
+        description = SAMPLED[self.description]
+        key = [self.seed, self.index]
+        if not description.shares_calls:
+            key.append(zlib.crc32(self.description.encode()))
         draw = Draw(np.random.default_rng(key), scale=_SCALES[self.device])
         for _ in range(_ATTEMPTS):
-            call: Call = DESCRIPTIONS[self.description].draw(draw)
+            call = description.draw(draw)
             sizes = [math.prod(x.shape) * x.dtype.itemsize for x in call.operands]
             fits = all(sizes) and sum(sizes) <= most_bytes
-            if fits and self._operations(call) <= operations:
+            if fits and call.operations <= operations:
                 return call
         raise BenchmarkError(f"every call of {self.description} exceeds a limit: {most_bytes} B")
 
@@ -103,62 +105,27 @@ class DrawnCall:
     @property
     def structs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes, as they are stored, and types of the operands."""
-        return _structs(self.call)
+        found: list[jax.ShapeDtypeStruct] = self.call.structs
+        return found
 
     def types_enabled(self) -> AbstractContextManager[Any]:
         """Let JAX have 64-bit types inside the context if the call has them."""
-        context: AbstractContextManager[Any] = jax.enable_x64(_has_64_bits(self.call))
+        context: AbstractContextManager[Any] = jax.enable_x64(self.call.is_wide)
         return context
 
     def function(self, namespace: Any) -> Callable[..., Any]:
         """Return the call of a namespace of functions, of the operands as they are stored."""
-        return _function(self.call, namespace)
-
-    def operands(self) -> Arrays:
-        """Return normal numbers and small integers, or the operands that the call gives."""
-        keys = jax.random.split(jax.random.key(self.index), len(self.call.operands))
-        return [_random(key, x) for key, x in zip(keys, self.call.operands, strict=True)]
-
-    def _operations(self, call: Call) -> float:
-        """Return the operations of the call in plain JAX, as far as XLA counts them."""
-        with jax.enable_x64(_has_64_bits(call)):
-            lowered = jax.jit(_function(call, PEERS)).lower(*_structs(call))
-            found: Any = lowered.cost_analysis() or {}
-        return float(found.get("flops", 0))
-
-
-def _has_64_bits(call: Call) -> bool:
-    return any(np.zeros((), x.dtype).real.itemsize == 8 for x in call.operands)
-
-
-def _structs(call: Call) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct([x.shape[i] for i in x.order], x.dtype) for x in call.operands]
-
-
-def _function(call: Call, namespace: Any) -> Callable[..., Any]:
-    def function(*stored: Any) -> Any:
-        pairs = zip(stored, call.operands, strict=True)
-        return call.function(
-            namespace, *(jnp.transpose(x, tuple(np.argsort(y.order).tolist())) for x, y in pairs)
-        )
-
-    return function
-
-
-def _random(key: Any, operand: Operand) -> Any:
-    shape, dtype = [operand.shape[i] for i in operand.order], operand.dtype
-    if operand.values is not None:
-        return jnp.asarray(operand.values)
-    if dtype.kind in "iub":
-        least = 0 if dtype.kind in "ub" else -128
-        return jax.random.randint(key, shape, least, 2 if dtype.kind == "b" else 128).astype(dtype)
-    made = dtype if dtype.kind == "c" or dtype.itemsize >= 2 else jnp.float32
-    return jax.random.normal(key, shape, made).astype(dtype)
+        found: Callable[..., Any] = self.call.of_namespace(namespace)
+        return found
 
 
 def _errors(_: Arrays, results: Mapping[str, Any]) -> Errors:
-    """Return the largest difference of finite elements, over the largest of XLA's."""
-    first = (np.asarray(jax.tree.leaves(results[side])[0]) for side in ("ours", "XLA"))
+    """Return the largest difference of finite elements, over the largest of XLA's.
+
+    Where XLA has no result, they are another side's.
+    """
+    peer = next(side for side in ("XLA", *results) if side in results and side != "ours")
+    first = (np.asarray(jax.tree.leaves(results[side])[0]) for side in ("ours", peer))
     ours, theirs = (x.astype(complex if x.dtype.kind == "c" else float) for x in first)
     finite = np.isfinite(ours) & np.isfinite(theirs)
     largest = np.max(np.abs(theirs[finite]), initial=1e-30)
@@ -191,15 +158,16 @@ def _times(runs: Sequence[Runs], seconds: float) -> Sequence[Times]:
     return [device_times(x, seconds) for x in runs]
 
 
-def _compiled(policy: str, most: int, call: DrawnCall) -> CompiledProgram:
-    ours = call.function(jtk)
-    choices = choices_of_candidates(call, most) if most else {}
-    contexts = {key: functools.partial(using, choice) for key, choice in choices.items()}
+def _compiled(policy: str, most: int, drawn: DrawnCall) -> CompiledProgram:
+    ours, sides = drawn.function(jtk), drawn.call.sides()
+    for key, choice in choices_of_candidates(drawn, most).items() if most else ():
+        sides[key] = Side(ours, functools.partial(using, choice))
+    contexts = {key: side.context for key, side in sides.items() if side.context}
     return compiled(
         Program(
-            call.name, call.operands,
-            {"ours": ours, "XLA": call.function(PEERS), **dict.fromkeys(choices, ours)},
-            _errors, group=f"`{call.description}`", wide=_has_64_bits(call.call),
+            drawn.name, functools.partial(drawn.call.values, drawn.index),
+            {"ours": ours} | {key: side.function for key, side in sides.items()},
+            _errors, group=f"`{drawn.description}`", wide=drawn.call.is_wide,
             contexts={"ours": functools.partial(jtk.policy, policy), **contexts},
         )
     )  # fmt: skip
@@ -224,7 +192,7 @@ def choices_of_candidates(call: DrawnCall, most: int) -> dict[str, TunedChoices]
 
 COMMAND = RowsCommand(
     "time random calls of any operation against plain JAX", _rows, 0.1,
-    operations={"nargs": "+", "choices": _MEASURED, "default": _MEASURED, "metavar": "NAME"},
+    operations={"nargs": "+", "choices": SAMPLED, "default": _DEFAULT, "metavar": "NAME"},
     count={"type": int, "default": 10, "help": "calls of an operation (%(default)s)"},
     minutes={"type": float, "default": math.inf, "help": "begin no calls after this time"},
     seed={"type": int, "default": 0, "help": "even ones are for fitting, odd ones for reporting"},

@@ -1,6 +1,7 @@
 """Programs of the benchmarks run, and write records."""
 
 import dataclasses
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from compiled_text import compile_source
 from nvrtc_mark import needs_gpu, needs_nvrtc
 
 import jax_tilekern as jtk
-from benchmarks import attention_sample, first_calls, fit_policy, moe, programs, record, sample
+from benchmarks import first_calls, fit_policy, moe, programs, record, sample
 from benchmarks.command_line import main
 from benchmarks.errors import BenchmarkError
 from benchmarks.ladder import LADDERS as NAMES
@@ -259,25 +260,31 @@ def test_every_rung_is_right(name, size, tmp_path):
     assert any("kernels" in rung for rung in rungs)
 
 
-def test_a_sample_of_attention(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(attention_sample, "_MOST_OPERATIONS", 2e7)
+PASSES = ["attention value", "attention gradient"]
+
+
+def test_a_sample_of_attention(tmp_path):
     path = tmp_path / "sample.jsonl"
-    command = ("attention_sample", "--count", "1", "--seed", "1", "--seconds", "0.01")
-    assert main([*command, "--json", str(path)]) == 0
+    command = ("sample", "--operations", *PASSES, "--count", "1", "--seed", "1")
+    assert main([*command, "--seconds", "0.01", "--json", str(path)]) == 0
     rows = record.read(path)["rows"]
-    assert [row["draw"][0] for row in rows] == list(attention_sample.PASSES)
-    assert all(row["taken"] == "XLA" and row["ratio"] == {"XLA": 1.0} for row in rows)
-    assert "attention gradient 1/0" in capsys.readouterr().out
+    assert [row["draw"] for row in rows] == [[name, 1, 0, "cpu"] for name in PASSES]
+    # Without a GPU, XLA's blocks are both sides.
+    assert all(row["error"] == {"ours": 0} for row in rows)
+    assert all(row["seconds"].keys() == {"ours", "XLA"} for row in rows)
+    (value, gradient) = (row["name"].partition(": ")[2] for row in rows)
+    assert value == gradient
 
 
 @needs_nvrtc
 @pytest.mark.defaults
-def test_the_policy_is_asked_of_attention_once(monkeypatch):
-    monkeypatch.setattr(attention_sample, "_MOST_OPERATIONS", 2e7)
+def test_the_policy_is_asked_of_attention_once():
     gpu = known_gpu("H200")
-    for call in attention_sample.drawn_calls(2, 6):
+    for name, index in itertools.product(PASSES, range(6)):
+        call = DrawnCall(name, 2, index)
         with gpu_target(gpu):
-            keys = set(call.ways)
+            keys = call.call.ways.keys()
+            assert call.call.sides().keys() - {"XLA"} == keys
         times = fit_policy.CallTimes(call.name, call, {"xla": 9.0, "kernels": 2.0, "cuDNN": 1.0})
         found = fit_policy.measured_call(times, gpu)
         if not keys:
@@ -288,3 +295,9 @@ def test_the_policy_is_asked_of_attention_once(monkeypatch):
         by_key = {found.candidates[i].key: us for i, us in found.ours.items()}
         assert by_key == {key: {"kernels": 2.0, "cuDNN": 1.0}[key] for key in keys}
         assert found.workload.operation == "attention"
+
+
+def test_recorded_calls_of_attention_are_drawn_again():
+    calls = fit_policy.read_times([*(record.RESULTS / "h200/samples").glob("attention-*")])
+    assert len(calls) > 30
+    assert all(call.microseconds for call in calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.catalog import (
     arrays,
     attention,
+    attention_passes,
     convolution,
     cuda_kernel,
     epilogues,
@@ -25,6 +26,9 @@ FAMILIES = (
     optimisers, products, quantised, scans, segments, selection,
 )  # fmt: skip
 DESCRIPTIONS = {x.name: x for family in FAMILIES for x in family.DESCRIPTIONS}
+# What ``sample`` times.
+SAMPLED = {name: x for name, x in DESCRIPTIONS.items() if not x.on_host}
+SAMPLED |= {x.name: x for x in attention_passes.DESCRIPTIONS}
 # Public names that compute nothing by themselves: modules, contexts, types and reports.
 NOT_OPERATIONS = {
     "FFI_TARGETS", "CompileError", "CudaKernel", "Explanation", "FallbackError", "Gpu",

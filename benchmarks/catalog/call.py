@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from benchmarks.catalog.oracles import PEERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +24,20 @@ class Operand:
     order: tuple[int, ...]
     values: Any = dataclasses.field(default=None, compare=False, repr=False)
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape[i] for i in self.order)
+
     def __str__(self):
         stored = "" if self.order == tuple(range(len(self.shape))) else f" in order {self.order}"
         return f"{self.dtype}{list(self.shape)}{stored}".replace(" in", " in", 1)
+
+
+class Side(NamedTuple):
+    """What computes a call beside ours, and a context in which it is compiled."""
+
+    function: Callable[..., Any]  # of the operands as they are stored
+    context: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +76,63 @@ class Call:
         arguments = f"; {self.arguments}" if self.arguments else ""
         return f"{self.operation}({', '.join(map(str, self.operands))}{arguments})"
 
+    # What ``sample`` asks.
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether an operand has a 64-bit type."""
+        return any(np.zeros((), x.dtype).real.itemsize == 8 for x in self.operands)
+
+    @property
+    def structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes, as they are stored, and types of the operands."""
+        return [jax.ShapeDtypeStruct(x.stored_shape, x.dtype) for x in self.operands]
+
+    @property
+    def operations(self) -> float:
+        """The operations of the call in plain JAX, as far as XLA counts them."""
+        with jax.enable_x64(self.is_wide):
+            lowered = jax.jit(self.of_namespace(PEERS)).lower(*self.structs)
+            found: Any = lowered.cost_analysis() or {}
+        return float(found.get("flops", 0))
+
+    def values(self, seed: int) -> Sequence[Any]:
+        """Return normal numbers and small integers, or the operands that the call gives."""
+        return random_arrays(self.operands, seed)
+
+    def of_namespace(self, namespace: Any) -> Callable[..., Any]:
+        """Return the call of a namespace of functions, of the operands as they are stored."""
+
+        def function(*stored: Any) -> Any:
+            pairs = zip(stored, self.operands, strict=True)
+            return self.function(
+                namespace,
+                *(jnp.transpose(x, tuple(np.argsort(y.order).tolist())) for x, y in pairs),
+            )
+
+        return function
+
+    def sides(self) -> dict[str, Side]:
+        """Return plain JAX."""
+        return {"XLA": Side(self.of_namespace(PEERS))}
+
+
+def random_arrays(operands: Sequence[Operand], seed: int) -> list[Any]:
+    """Return normal numbers and small integers, or the values that an operand gives."""
+    keys = jax.random.split(jax.random.key(seed), len(operands))
+    return [_random(key, x) for key, x in zip(keys, operands, strict=True)]
+
+
+def _random(key: Any, operand: Operand) -> Any:
+    shape, dtype = operand.stored_shape, operand.dtype
+    if operand.values is not None:
+        return jnp.asarray(operand.values)
+    if dtype.kind in "iub":
+        least = 0 if dtype.kind in "ub" else -128
+        return jax.random.randint(key, shape, least, 2 if dtype.kind == "b" else 128).astype(dtype)
+    made = dtype if dtype.kind == "c" or dtype.itemsize >= 2 else jnp.float32
+    return jax.random.normal(key, shape, made).astype(dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Description:
@@ -71,6 +144,8 @@ class Description:
         Its public name, and after a comma the variant, if there are several.
     draw
         Draws a call.
+    shares_calls
+        Whether a seed and an index draw the call of ``sample`` for all descriptions of this kind.
     derivatives
         How many times it can be differentiated.
     linear
@@ -84,12 +159,13 @@ class Description:
     """
 
     name: str
-    draw: Callable[[Any], Call]
+    draw: Callable[[Any], Any]
     derivatives: int = 2
     linear: bool = False
     on_host: bool = False
     tolerance: float = 1e-4
     own_types: bool = False
+    shares_calls: bool = False
 
 
 def describe(generator: Callable[..., Call], *names: str, **properties: Any) -> list[Description]:
