@@ -35,7 +35,7 @@ from benchmarks.sample import DrawnCall
 from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.ops import planned_kernel
-from jax_tilekern.ops.attention import kernel_lowering
+from jax_tilekern.ops.attention import choice as choice_of_attention
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.policy import PolicyChoice, choice
@@ -333,7 +333,7 @@ def measured_call(call: CallTimes, device: Device) -> MeasuredCall | None:
 
     row, on_gpu = call.row, isinstance(device, Gpu)
     with ExitStack() as stack:
-        for module in (choice, planned_kernel, kernel_lowering):
+        for module in (choice, planned_kernel, choice_of_attention):
             stack.enter_context(mock.patch.object(module, "choose", choose))
         if isinstance(device, Gpu):
             stack.enter_context(gpu_target(device))

@@ -21,6 +21,7 @@ from jax_tilekern.ops.attention import kernel_lowering
 from jax_tilekern.ops.attention.score_numbers import score_numbers
 from jax_tilekern.ops.attention.score_text import score_text
 from jax_tilekern.ops.attention.scores import Scores, traced
+from jax_tilekern.plans.attention import problem as problems
 from jax_tilekern.plans.attention import sm90
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
@@ -156,7 +157,7 @@ OTHERS = set(BIASES) - {"whole", "of keys"}
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_gradient_of_a_bias(name, is_compiled, monkeypatch):
     # Chunks of two tiles, and one of the last.
-    monkeypatch.setattr(sm90, "_MOST_CHUNKS", 2)
+    monkeypatch.setattr(problems, "_MOST_CHUNKS", 2)
     if not is_compiled:
         monkeypatch.setattr(kernel_lowering, "planned_kernel", lambda *_: Fallback("no compiler"))
     (b, t, s, n, k, h, d), shape, bias_dtype, mode, options = BIASES[name]
@@ -269,14 +270,14 @@ def plans(options, features, gpu=H100):
     mask, of_mask = traced(functions[1], "m", None) if functions[1] else (None, [])
     scores = Scores(1.0, score_mod=score, mask_mod=mask, is_causal="is_causal" in options)
     text = score_text(scores, [*of_score, *of_mask])
-    problem = sm90.Attention(
+    problem = problems.Attention(
         2, 512, 512, 2, 2, features, features, BF16, 1.0, text, (1, 1) if text.has_mask else None
     )
     return [
         sm90.plan_forward(problem, gpu),
         sm90.plan_backward(problem, gpu),
         sm90.plan_tangent(problem, (True,) * 3, gpu),
-        sm90.plan_bias_gradient(problem, sm90.Bias((1, 2, 512, 512), BF16, staged=True), gpu),
+        sm90.plan_bias_gradient(problem, problems.Bias((1, 2, 512, 512), BF16, staged=True), gpu),
     ]
 
 

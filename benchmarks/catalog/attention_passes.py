@@ -21,7 +21,8 @@ from benchmarks.catalog.call import Description, Operand, Side, random_arrays
 from benchmarks.catalog.draw import Draw
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.attention import primitives
-from jax_tilekern.ops.attention.kernel_lowering import ways_by_key
+from jax_tilekern.ops.attention.call import Call
+from jax_tilekern.ops.attention.choice import ways_by_key
 from jax_tilekern.plans.attention.ways import CUDNN, KERNELS
 from jax_tilekern.plans.gpu import NoGpu
 from jax_tilekern.primitives.operation import Rewrite
@@ -184,11 +185,12 @@ class _Pass:
     @property
     def ways(self) -> Mapping[str, Rewrite]:
         """What computes the pass beside XLA; nothing without a GPU."""
-        avals = self.structs
+        types = self.structs
         if self.name == "backward":
-            avals.insert(6, avals[4])
+            types.insert(6, types[4])
         try:
-            return ways_by_key(self.name, avals, has_lse=False, **self._params(self.name))[0]
+            call = Call(self.name, tuple(types), **self._params(self.name))
+            return ways_by_key(call, has_lse=False)[0]
         except NoGpu:
             return {}
 

@@ -17,7 +17,7 @@ from jax_tilekern.interop.patch import replace_attention
 from jax_tilekern.ops.arguments import integer, number
 from jax_tilekern.ops.attention import primitives
 from jax_tilekern.ops.attention.blocks import score_type
-from jax_tilekern.ops.attention.kernel_lowering import has_kernels
+from jax_tilekern.ops.attention.choice import has_kernels
 from jax_tilekern.ops.attention.scores import Scores, traced
 from jax_tilekern.ops.jitted import MOST_FUNCTIONS, jitted
 from jax_tilekern.plans.gpu import NoGpu, current_gpu

@@ -27,7 +27,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.attention import blocks
-from jax_tilekern.ops.attention.kernel_lowering import planner_of
+from jax_tilekern.ops.attention.choice import planner_of
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.partitioning import params_text
 from jax_tilekern.partitioning.local_program import Shard

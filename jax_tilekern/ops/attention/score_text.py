@@ -19,7 +19,7 @@ from jax_tilekern.ops.kernel.translation.values import (
     row_major,
 )
 from jax_tilekern.ops.kernel.translation.writer import LaneWriter, TooLong
-from jax_tilekern.plans.attention.sm90 import ScoreText
+from jax_tilekern.plans.attention.problem import ScoreText
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import F32
 
@@ -71,9 +71,9 @@ def score_text(
     pointers = [f"const {CXX_TYPES[x.dtype]}*" for x in arrays]
     text = _TEMPLATE.format(
         # Without a function, the kernel takes the largest product for that of the largest score.
-        has_score=_constant(score is not None or not scores.scale > 0),
-        has_mask=_constant(visible is not None),
-        reads=_constant(bool(pointers)),
+        has_score=_flag(score is not None or not scores.scale > 0),
+        has_mask=_flag(visible is not None),
+        reads=_flag(bool(pointers)),
         pointers="".join(f"  {kind} {name};\n" for kind, name in zip(pointers, names, strict=True)),
         score=of_score.body("return {};"),
         numbers=count,
@@ -113,8 +113,8 @@ def _written(
     return _Written(writer.body(), [x.first for x in found])
 
 
-def _constant(value: bool) -> str:
-    return "true" if value else "false"
+def _flag(value: bool) -> str:
+    return str(value).lower()
 
 
 _TEMPLATE = """\

@@ -7,14 +7,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jax_tilekern.plans.attention.sm90 import Attention
+from jax_tilekern.plans.attention.problem import CHUNK, Pass
 from jax_tilekern.plans.candidate import Costed
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.policy.workload import Workload, attention_workload
 
 KERNELS, CUDNN = "kernels", "cuDNN"
-# Rows of a CTA, and what features and other rows are padded to.
-_TILE, _CHUNK = 128, 64
+_TILE = 128  # rows of a CTA
 # An SM evaluates so many exponentials in a cycle. A score of a gradient takes as long as so many,
 # and a function about as many more.
 _EXPONENTIALS = 16
@@ -44,66 +43,6 @@ class _Blocks(NamedTuple):
 _VALUE = _Blocks(6, 20, (1, 1))
 _GRADIENT = _Blocks(12, 44, (3, 2))
 _GRADIENT_OF_ARRAYS = _Blocks(8, 24, (1, 1))
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A value of attention or a gradient, as numbers.
-
-    Attributes
-    ----------
-    sizes
-        The call.
-    is_gradient
-        Whether it is the gradient.
-    share
-        Of the tiles of scores that the mask leaves; 1 where arrays decide.
-    has_mask, has_window, has_score
-        Whether queries see some of the keys alone, those of a window, and whether scores are more
-        than products.
-    arrays
-        How many arrays the scores and the mask read.
-    of_bias, of_arrays
-        Whether a kernel computes the gradient of a bias, and of how many other arrays gradients are
-        wanted.
-    """
-
-    sizes: Attention
-    is_gradient: bool
-    share: float = 1.0
-    has_mask: bool = False
-    has_window: bool = False
-    has_score: bool = False
-    arrays: int = 0
-    of_bias: bool = False
-    of_arrays: int = 0
-
-    @property
-    def scores(self) -> float:
-        """The number of scores of all tiles that the mask leaves."""
-        sizes = self.sizes
-        return self.share * sizes.batch * sizes.heads * sizes.queries * sizes.keys
-
-    @property
-    def operations(self) -> float:
-        """The fewest multiply-adds: two products of a value, and five of a gradient."""
-        return self.scores * self.features((3, 2) if self.is_gradient else (1, 1))
-
-    @property
-    def bytes(self) -> float:
-        """The bytes of operands and results."""
-        sizes = self.sizes
-        rows = sizes.batch * sizes.queries * sizes.heads
-        keys = sizes.batch * sizes.keys * sizes.key_heads
-        passes = 2 if self.is_gradient else 1
-        both = sizes.features + sizes.value_features
-        biases = self.arrays * sizes.heads * sizes.queries * sizes.keys
-        return sizes.dtype.itemsize * passes * float((rows + keys) * both + biases)
-
-    def features(self, products: tuple[int, int]) -> int:
-        """Return the multiply-adds of a score by so many products of keys and of values."""
-        of_keys, of_values = products
-        return of_keys * self.sizes.features + of_values * self.sizes.value_features
 
 
 @dataclass(frozen=True)
@@ -194,7 +133,7 @@ def _tiles_cycles(call: Pass, gpu: Gpu, launch: _Launch) -> float:
 
 
 def _padded(size: int) -> int:
-    return _CHUNK * math.ceil(size / _CHUNK)
+    return CHUNK * math.ceil(size / CHUNK)
 
 
 def _xla_cycles(call: Pass, gpu: Gpu, blocks: _Blocks) -> float:

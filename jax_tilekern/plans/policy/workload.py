@@ -19,7 +19,7 @@ from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 
 if TYPE_CHECKING:
     from jax_tilekern.plans.add import AddedDims
-    from jax_tilekern.plans.attention.ways import Pass
+    from jax_tilekern.plans.attention.problem import Pass
     from jax_tilekern.plans.gemm.problem import Product
     from jax_tilekern.plans.reduction.problem import SummedDims
     from jax_tilekern.plans.transpose.permutation import Permutation

@@ -1,0 +1,219 @@
+"""A call of a primitive of attention: its operands by their use, and the problem that kernels have.
+
+Operands are arrays, types or values of MLIR; what follows from their types alone is found once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.attention.score_numbers import ScoreNumbers, score_numbers
+from jax_tilekern.ops.attention.score_text import score_text
+from jax_tilekern.ops.attention.scores import Scores, visible_jaxpr
+from jax_tilekern.ops.attention.tile_map import tile_kinds
+from jax_tilekern.plans.attention.problem import Attention, Bias, Tiles, bias_refusal, refusal
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu, NoGpu, current_gpu
+
+# Positions of query, key and value, and of a bias, among the operands of ``attention``.
+OF_PRODUCTS, BIAS = (0, 1, 2), 3
+# The operands of each primitive before the arrays of scores and masks, but for tangents.
+_FIRST = {"forward": 3, "tangent": 5, "backward": 7, "bias gradient": 7}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a primitive.
+
+    Attributes
+    ----------
+    kind
+        ``"forward"``, ``"tangent"`` or ``"backward"``, of which ``"bias gradient"`` is a part.
+    operands
+        Those of the primitive (``primitives.py``).
+    scores
+        What is computed of the products.
+    wanted
+        Positions, among the operands of ``attention``, of those that have tangents or whose
+        gradients are wanted.
+    """
+
+    kind: str
+    operands: tuple[Any, ...]
+    scores: Scores
+    wanted: tuple[int, ...] = ()
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What scores and masks read."""
+        dots = len(self.wanted) if self.kind == "tangent" else 0
+        return self.operands[_FIRST[self.kind] + dots :]
+
+    def moving(self, wanted: tuple[int, ...]) -> Call:
+        """Return the call with the tangents of some operands alone."""
+        dots = dict(zip(self.wanted, self.operands[5:], strict=False))
+        operands = (*self.operands[:5], *(dots[i] for i in wanted), *self.arrays)
+        return dataclasses.replace(self, operands=operands, wanted=wanted)
+
+    @property
+    def sizes(self) -> Attention:
+        """The problem without its functions."""
+        query, key, value = self.operands[:3]
+        batch, queries, heads, features = query.shape
+        return Attention(
+            batch=batch,
+            queries=queries,
+            keys=key.shape[1],
+            heads=heads,
+            key_heads=key.shape[2],
+            features=features,
+            value_features=value.shape[3],
+            dtype=np.dtype(query.dtype),
+            scale=float(self.scores.scale),
+        )
+
+
+def problem_of(call: Call) -> Attention:
+    """Return a call as its plans have it.
+
+    Raises
+    ------
+    Untranslatable
+        If no kernel covers it.
+    NoGpu
+        If there is no GPU.
+    """
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.operands)
+    found: Attention = _problem(dataclasses.replace(call, operands=types), current_gpu())
+    return found
+
+
+# Layers of a model, and the steps of a lowering, have equal calls.
+@compat.cached(max_size=1024)
+def _problem(call: Call, gpu: Gpu) -> Attention:
+    scores, problem = call.scores, call.sizes
+    if why := refusal(problem, gpu):
+        raise Untranslatable(why)
+    numbers = numbers_of(call, call.wanted) if call.kind == "backward" else None
+    problem = dataclasses.replace(problem, functions=score_text(scores, call.arrays, numbers))
+    if scores.has_mask:
+        kinds = jax.eval_shape(
+            lambda *arrays: tile_kinds_of(scores, problem, Tiles(64, 64), arrays), *call.arrays
+        )
+        problem = dataclasses.replace(problem, listed=kinds.shape[:2])
+    return problem
+
+
+def tile_kinds_of(
+    scores: Scores, problem: Attention, tiles: Tiles, arrays: tuple[Any, ...]
+) -> Array:
+    """Return which tiles the mask of a call empties, and which it leaves whole."""
+    visible, read = visible_jaxpr(scores, arrays), arrays[scores.score_arrays :]
+    sizes = problem.batch, problem.heads, problem.queries, problem.keys
+    kinds: Array = tile_kinds(visible, read, sizes, tiles.queries, tiles.keys)
+    return kinds
+
+
+def share_of(call: Call) -> float:
+    """Return the share of the tiles that the mask leaves; 1 where arrays decide."""
+    scores = call.scores
+    if not scores.has_mask or len(call.arrays) != scores.score_arrays:
+        return 1.0
+    share: float = _share(scores, call.sizes)
+    return share
+
+
+@compat.cached(max_size=1024)
+def _share(scores: Scores, sizes: Attention) -> float:
+    """Return the share of the tiles that a mask without arrays leaves."""
+    kinds = tile_kinds_of(scores, sizes, sizes.tiles("forward"), (None,) * scores.score_arrays)
+    return float(np.mean(kinds != 0)) if kinds.size else 1.0
+
+
+class BiasProblem(NamedTuple):
+    """The gradient of a bias, as its kernel has it."""
+
+    call: Attention
+    bias: Bias
+
+
+def bias_problem_of(call: Call) -> BiasProblem | None:
+    """Return the problem of the gradient of a call's bias; ``None`` if no kernel covers it."""
+    query, key = call.operands[:2]
+    scores = call.scores
+    if dict(scores.named).get("bias", 0) is not None or 0 in (*query.shape, *key.shape):
+        return None
+    bias = call.arrays[0]
+    staged = (
+        bias.dtype == query.dtype
+        and bias.shape[2:] == (query.shape[1], key.shape[1])
+        and key.shape[1] % (VECTOR_BYTES // bias.dtype.itemsize) == 0
+    )
+    if staged:
+        named = tuple(x for x in scores.named if x[0] != "bias")
+        scores = dataclasses.replace(scores, named=named)
+    operands = (*call.operands[:7], *call.arrays[staged:])
+    try:
+        problem = problem_of(Call("bias gradient", operands, scores))
+    except (NoGpu, Untranslatable):
+        return None
+    found = BiasProblem(problem, Bias(tuple(bias.shape), np.dtype(bias.dtype), staged))
+    return None if bias_refusal(*found) else found
+
+
+class Gradients(NamedTuple):
+    """What computes the gradients by arrays that are wanted of a call.
+
+    Attributes
+    ----------
+    by_numbers, numbers
+        Positions of the arrays whose gradients follow from those by the numbers that a score reads
+        of them, which the kernel of the gradients of products adds up.
+    by_bias_kernel
+        Whether a kernel computes the gradient of the bias.
+    by_blocks
+        Positions of the others.
+    """
+
+    by_numbers: tuple[int, ...]
+    numbers: ScoreNumbers | None
+    by_bias_kernel: bool
+    by_blocks: tuple[int, ...]
+
+
+def gradients_of(call: Call) -> Gradients:
+    """Return what computes the gradients of a call of ``backward``."""
+    by_numbers, numbers = _by_numbers(call)
+    by_bias_kernel = BIAS in call.wanted and bias_problem_of(call) is not None
+    found = {*OF_PRODUCTS, *by_numbers, *([BIAS] if by_bias_kernel else ())}
+    by_blocks = tuple(i for i in call.wanted if i not in found)
+    return Gradients(by_numbers, numbers, by_bias_kernel, by_blocks)
+
+
+def _by_numbers(call: Call) -> tuple[tuple[int, ...], ScoreNumbers | None]:
+    found = tuple(i for i in call.wanted if i not in OF_PRODUCTS and numbers_of(call, (i,)))
+    numbers = numbers_of(call, found)
+    if numbers is not None:
+        try:
+            problem_of(dataclasses.replace(call, wanted=(*OF_PRODUCTS, *found)))
+            return found, numbers
+        except Untranslatable:
+            pass
+    return (), None
+
+
+def numbers_of(call: Call, wanted: tuple[int, ...]) -> ScoreNumbers | None:
+    """Return the numbers that a score reads of those of the arrays that are ``wanted``."""
+    scores, query = call.scores, call.operands[0]
+    first = 3 + scores.kinds.count("bias")
+    moving = [i - first for i in wanted if i not in OF_PRODUCTS]
+    if not all(0 <= i < scores.score_arrays + 3 - first for i in moving) or not moving:
+        return None
+    return score_numbers(scores, call.arrays, moving, (query.shape[0], query.shape[2]))

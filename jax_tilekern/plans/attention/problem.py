@@ -1,0 +1,237 @@
+"""A call of attention as its plans and estimates have it: sizes, functions in CUDA, and limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
+from jax_tilekern.plans.launch import MAX_GRID
+
+CHUNK = 64  # features of a row of 128 bytes
+ITEM_BYTES = 2
+# Rows of statistics are padded to whole tiles of the kernel that reads them by tiles.
+STATISTICS_ROWS = 64
+_ROWS = 64  # rows of a consumer warpgroup
+_WARP_ROWS = 16
+# The parts of a bias's gradient are in memory, of which the lengths take no product.
+_MOST_CHUNKS = 16
+_MOST_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ScoreText:
+    """The score function and the mask of a call in CUDA.
+
+    ``text`` defines ``Functions`` (attention/sm90/forward.cuh and backward.cuh), which is made of
+    pointers to the arrays that the functions read. Their types are ``pointers``.
+    """
+
+    text: str
+    pointers: tuple[str, ...]
+    has_score: bool
+    has_mask: bool
+    numbers: int = 0  # numbers of a batch and head that gradients are by
+
+
+NO_FUNCTIONS = ScoreText("", (), has_score=False, has_mask=False)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows of the tiles of a kernel, which the lists of its tiles have."""
+
+    queries: int
+    keys: int
+    stages: int = 2
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call: sizes of (batch, length, heads, features) arrays, and its functions."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    key_heads: int
+    features: int
+    value_features: int
+    dtype: np.dtype[Any]
+    scale: float
+    functions: ScoreText = NO_FUNCTIONS
+    # Lists of tiles, if there are any: the numbers of batches and heads that have their own.
+    listed: tuple[int, int] | None = None
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Features of a key and of a value in a tile."""
+        chunks = math.ceil(self.features / CHUNK), math.ceil(self.value_features / CHUNK)
+        return CHUNK * chunks[0], CHUNK * chunks[1]
+
+    @property
+    def statistics(self) -> int:
+        """Elements of an array of statistics."""
+        rows = STATISTICS_ROWS * math.ceil(self.queries / STATISTICS_ROWS)
+        return self.batch * self.heads * rows
+
+    def tiles(self, kernel: str) -> Tiles:
+        """Return the tiles of a kernel of ``sm90.py``."""
+        if kernel == "forward":
+            return Tiles(queries=128, keys=64 if max(self.padded) > 2 * CHUNK else 128)
+        if kernel == "backward_keys":
+            return Tiles(queries=64, keys=128)
+        if kernel == "backward_queries":
+            # Reads of arrays take registers, of which 128 keys leave few.
+            return Tiles(queries=128, keys=64 if self.functions.pointers else 128)
+        if kernel == "tangent":
+            return Tiles(queries=128, keys=64)
+        # Functions take registers beside three accumulators.
+        has_functions = self.functions.has_score or self.functions.has_mask
+        return Tiles(queries=128, keys=64 if has_functions else 128, stages=3)
+
+    def numbers_shape(self) -> tuple[int, int, int, int]:
+        """Return the shape of gradients by numbers of the score: a part for 16 queries each."""
+        tiles = self.tiles("backward_queries").queries
+        parts = math.ceil(self.queries / tiles) * tiles // _WARP_ROWS
+        return self.batch, self.heads, parts, self.functions.numbers
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A bias whose gradient is computed: its shape, and the type of the result.
+
+    A ``staged`` bias is added in the kernel, and otherwise the functions of the call read it.
+    """
+
+    shape: tuple[int, int, int, int]
+    dtype: np.dtype[Any]
+    staged: bool
+
+    def has_queries(self, problem: Attention) -> bool:
+        return self.shape[2] == problem.queries
+
+    def chunks(self, problem: Attention) -> tuple[int, int]:
+        """Return the number of chunks of tiles of queries, and of tiles of a chunk."""
+        tiles = math.ceil(problem.queries / problem.tiles("bias_gradient").queries)
+        size = 1 if self.has_queries(problem) else math.ceil(tiles / _MOST_CHUNKS)
+        return math.ceil(tiles / size), size
+
+    def works(self, problem: Attention) -> int:
+        keys = math.ceil(problem.keys / problem.tiles("bias_gradient").keys)
+        return math.prod(self.shape[:2]) * self.chunks(problem)[0] * keys
+
+    def result_shape(self, problem: Attention) -> tuple[int, int, int, int]:
+        """Return the shape of the result, which has parts of the queries if the bias lacks them."""
+        parts = self.chunks(problem)[0] * problem.tiles("bias_gradient").queries // _WARP_ROWS
+        rows = problem.queries if self.has_queries(problem) else parts
+        return (*self.shape[:2], rows, problem.keys)
+
+    def result_dtype(self, problem: Attention) -> np.dtype[Any]:
+        """Return the type of the result: that of the bias, or that of sums."""
+        return self.dtype if self.has_queries(problem) else F32
+
+
+def refusal(problem: Attention, gpu: Gpu) -> str:
+    """Return why no kernel covers a call, or nothing."""
+    if gpu.compute_capability[0] != 9:
+        return f"kernels of attention are for Hopper, and {gpu.name} has {gpu.arch}"
+    if problem.dtype not in (BF16, F16):
+        return f"kernels of attention take bfloat16 and float16, not {problem.dtype}"
+    for features in (problem.features, problem.value_features):
+        if features * ITEM_BYTES % VECTOR_BYTES:
+            return f"rows of {features} features are no multiple of {VECTOR_BYTES} bytes"
+    most = max(problem.features, problem.value_features)
+    if most > 4 * CHUNK:
+        return f"kernels of attention have up to {4 * CHUNK} features, not {most}"
+    if problem.heads > MAX_GRID[1] or problem.batch > MAX_GRID[2]:
+        return f"a launch has at most {MAX_GRID[1]} heads and batches"
+    rows = problem.batch * problem.heads * (max(problem.queries, problem.keys) + 2 * _ROWS)
+    if rows > _MOST_ROWS:
+        return f"kernels of attention have at most 2**31 rows of all heads, not {rows}"
+    return ""
+
+
+def derivative_refusal(problem: Attention) -> str:
+    """Return why no kernel covers the derivatives of a call that has a kernel, or nothing."""
+    if max(problem.padded) > 2 * CHUNK:
+        return f"kernels of derivatives of attention have up to {2 * CHUNK} features"
+    return ""
+
+
+def bias_refusal(problem: Attention, bias: Bias) -> str:
+    """Return why no kernel covers the gradient of the bias of a call with kernels, or nothing."""
+    if bias.dtype not in (F32, BF16, F16):
+        return f"kernels of gradients of a bias have no {bias.dtype}"
+    if why := derivative_refusal(problem):
+        return why
+    if bias.shape[3] != problem.keys:
+        # Sums over the keys are of derivatives that cancel but for the rounding of the result.
+        return "kernels of gradients of a bias have no bias that lacks keys"
+    if bias.works(problem) > _MOST_ROWS:
+        return "a bias has more than 2**31 tiles"
+    return ""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A value of attention or a gradient, as numbers.
+
+    Attributes
+    ----------
+    sizes
+        The call.
+    is_gradient
+        Whether it is the gradient.
+    share
+        Of the tiles of scores that the mask leaves; 1 where arrays decide.
+    has_mask, has_window, has_score
+        Whether queries see some of the keys alone, those of a window, and whether scores are more
+        than products.
+    arrays
+        How many arrays the scores and the mask read.
+    of_bias, of_arrays
+        Whether a kernel computes the gradient of a bias, and of how many other arrays gradients are
+        wanted.
+    """
+
+    sizes: Attention
+    is_gradient: bool
+    share: float = 1.0
+    has_mask: bool = False
+    has_window: bool = False
+    has_score: bool = False
+    arrays: int = 0
+    of_bias: bool = False
+    of_arrays: int = 0
+
+    @property
+    def scores(self) -> float:
+        """The number of scores of all tiles that the mask leaves."""
+        sizes = self.sizes
+        return self.share * sizes.batch * sizes.heads * sizes.queries * sizes.keys
+
+    @property
+    def operations(self) -> float:
+        """The fewest multiply-adds: two products of a value, and five of a gradient."""
+        return self.scores * self.features((3, 2) if self.is_gradient else (1, 1))
+
+    @property
+    def bytes(self) -> float:
+        """The bytes of operands and results."""
+        sizes = self.sizes
+        rows = sizes.batch * sizes.queries * sizes.heads
+        keys = sizes.batch * sizes.keys * sizes.key_heads
+        passes = 2 if self.is_gradient else 1
+        both = sizes.features + sizes.value_features
+        biases = self.arrays * sizes.heads * sizes.queries * sizes.keys
+        return sizes.dtype.itemsize * passes * float((rows + keys) * both + biases)
+
+    def features(self, products: tuple[int, int]) -> int:
+        """Return the multiply-adds of a score by so many products of keys and of values."""
+        of_keys, of_values = products
+        return of_keys * self.sizes.features + of_values * self.sizes.value_features
