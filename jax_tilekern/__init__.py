@@ -64,9 +64,11 @@ from jax_tilekern.ops.segments.plan import SegmentPlan, segment_plan
 from jax_tilekern.ops.segments.small_integers import bincount, sort_by_key
 from jax_tilekern.ops.segments.take import scatter_add, take
 from jax_tilekern.ops.selection.quantile import median, percentile, quantile
-from jax_tilekern.ops.selection.searchsorted import searchsorted
+from jax_tilekern.ops.selection.searchsorted import digitize, searchsorted
 from jax_tilekern.ops.selection.sort import argsort, sort
+from jax_tilekern.ops.selection.sort_operands import lexsort, sort_operands
 from jax_tilekern.ops.selection.top_k import top_k
+from jax_tilekern.ops.selection.unique import unique
 from jax_tilekern.plans.gpu import Gpu, NoGpu
 from jax_tilekern.plans.launch import TensorMap
 from jax_tilekern.plans.policy import policy
@@ -102,6 +104,7 @@ __all__ = [
     "cumprod",
     "cumsum",
     "cxx_type",
+    "digitize",
     "dot",
     "dot_general",
     "einsum",
@@ -113,6 +116,7 @@ __all__ = [
     "gpu_target",
     "inner",
     "kernel",
+    "lexsort",
     "linalg",
     "linear",
     "linear_cross_entropy",
@@ -150,6 +154,7 @@ __all__ = [
     "segment_sum",
     "sort",
     "sort_by_key",
+    "sort_operands",
     "strassen_matmul",
     "strict",
     "sum",
@@ -160,6 +165,7 @@ __all__ = [
     "transpose",
     "tune",
     "tuning",
+    "unique",
     "vdot",
     "vecdot",
     "vecmat",

@@ -384,6 +384,7 @@ FAILS = {
                 "quantile",
                 "percentile",
                 "sort_by_key",
+                "sort_operands",
             ),
             "JAX's own rule of a gather requests float64",
         ),

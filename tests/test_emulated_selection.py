@@ -1,13 +1,16 @@
 """Kernels of selection, emulated on a CPU, against JAX's own, bit for bit."""
 
 import emulated_plans
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from emulated_gpu import emulated_gpu
 from jax import lax
 from products import BF16, F16, F32, F64, H100
 
+import jax_tilekern as jtk
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.policy import policy
 from jax_tilekern.plans.selection.order_statistics import (
@@ -144,6 +147,29 @@ def test_order_statistics(rng, number, rows, columns):
     if dtype not in INTEGERS:
         values[0], order[0] = np.nan, 0
     assert_same_bits(found, (values, order)[: 1 + indices])
+
+
+SORTS = {
+    "two keys": (lambda x, y, z: lax.sort((x, y, z), 0, num_keys=2), 2),
+    "a key": (lambda x, y, z: lax.sort((x, y, z)), 1),
+    "a sort": (lambda x, *_: jnp.sort(x, 0), 1),
+    "an argsort": (lambda x, *_: jnp.argsort(x), 1),
+    "a batch": (jax.vmap(lambda x, *_: jnp.argsort(x)), 1),
+    "lexsort": (lambda x, y, _: jnp.lexsort((y, x)), 2),
+    "unique": (lambda x, *_: jtk.unique(x, size=9, return_inverse=True), 1),
+}
+
+
+@pytest.mark.parametrize("name", SORTS)
+def test_sorts_of_several_operands(rng, name):
+    operands = [jnp.asarray(elements(rng, "special", (9, 70), x)) for x in (F32, BF16, ORDERED[5])]
+    function, kernels = SORTS[name]
+    expected = jax.jit(function)(*operands)
+    with emulated_gpu() as ran, jtk.patch():
+        found = jax.block_until_ready(jax.jit(function)(*operands))
+    assert len(ran) == kernels
+    results = jax.tree.map(np.asarray, [found, expected])
+    assert_same_bits(*map(jax.tree.leaves, results))
 
 
 @pytest.mark.parametrize("number", range(6))

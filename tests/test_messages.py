@@ -161,6 +161,14 @@ CALLS = {
         (lambda f: f(IDS, num_keys=-1), "num_keys must be non-negative, not -1"),
         (lambda f: f(IDS, num_keys=1.5), r"num_keys is 1\.5; it is an integer"),
     ],
+    "sort_operands": [
+        (lambda f: f((X, IDS)), r"must have one shape, and have \[\(4, 6\), \(4,\)\]"),
+        (lambda f: f(()), r"must have one shape, and have \[\]"),
+        (lambda f: f((X, X), num_keys=3), "num_keys is 3; there are 2 operands"),
+        (lambda f: f((X, X), num_keys=1.5), r"num_keys is 1\.5; it is an integer"),
+        (lambda f: f(X, 2), r"dimension 2 is out of range for \(4, 6\)"),
+        (lambda f: f((X, "text")), r"type <class 'str'> .* at path operand\[1\]"),
+    ],
     "bincount": [
         (lambda f: f(X[0]), "elements of x are integers, not float32"),
         (lambda f: f(X.astype(int)), "elements of x are a vector"),

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export, lax
 from jax.sharding import PartitionSpec as P
 from sharded import MESH_TYPES, bytes_sent, mesh_of, put
 
 import jax_tilekern as jtk
+from jax_tilekern.ops.selection.sort_operands import _by_argsorts
 
 TIES = np.array([[0.0, -0.0, np.nan, 1.0, -np.nan, 0.0], [2.0, 2.0, -np.inf, 1.0, np.nan, 2.0]])
 
@@ -129,10 +131,123 @@ def test_indices_have_jaxs_types(rng):
 def test_rows_are_sorted_where_they_are(rng):
     mesh = mesh_of(MESH_TYPES["auto"])
     x = put(mesh, rng.standard_normal((4, 6)).astype(np.float32), P("d", None))
-    for function in (jtk.sort, jtk.argsort, lambda x: jtk.top_k(x, 2)[0]):
+    functions = (
+        jtk.sort, jtk.argsort, lambda x: jtk.top_k(x, 2)[0], lambda x: jtk.lexsort((x, x)),
+        lambda x: jtk.sort_operands((x, -x), num_keys=2)[1],
+    )  # fmt: skip
+    for function in functions:
         compiled = jax.jit(function).lower(x).compile()
         assert bytes_sent(compiled) == 0
         assert compiled(x).sharding.is_equivalent_to(x.sharding, 2)
+
+
+# Keys of any type with ties, NaN and zeros of both signs, and what moves with them.
+TABLES = [
+    jnp.asarray(np.roll(np.tile(TIES, (3, 4)), i, 1)).astype(dtype)
+    for i, dtype in enumerate(("bool", "float32", "bfloat16", "complex64"))
+]
+POSITIONS = jnp.arange(TABLES[0].size).reshape(TABLES[0].shape)
+
+
+@pytest.mark.parametrize("dimension", [-1, 0])
+@pytest.mark.parametrize("num_keys", [1, 2, 4])
+def test_sorts_of_several_operands(dimension, num_keys):
+    operands = [*TABLES, POSITIONS]
+    options = {"dimension": dimension, "num_keys": num_keys}
+    expected = lax.sort(operands, **options)
+    assert isinstance(expected, tuple)
+    found = [jtk.sort_operands(operands, **options), jax.jit(
+        lambda *xs: jtk.sort_operands(xs, **options))(*operands)]  # fmt: skip
+    found.append(_by_argsorts(
+        *operands, dimension=dimension % 2, num_keys=num_keys, counts=[False] * (5 - num_keys)
+    ))  # fmt: skip
+    for each in found:
+        jax.tree.map(same, tuple(each), expected)
+    (alone,) = _by_argsorts(TABLES[1], dimension=dimension % 2, num_keys=1, counts=[])
+    same(alone, lax.sort(TABLES[1], dimension))
+    np.testing.assert_array_equal(jtk.sort_operands(TABLES[1], dimension, False), alone)
+
+
+def test_sorts_of_several_operands_in_a_batch():
+    x, y = TABLES[1:3]
+    for axes in ((0, 0), (1, None), (None, 1)):
+        operands = [z if i is not None else z[:, 0] for z, i in zip((x, y), axes, strict=True)]
+        operands = [z if i != 0 else z.T for z, i in zip(operands, axes, strict=True)]
+        ours, theirs = (
+            jax.vmap(lambda *xs, f=f: f(xs, num_keys=2), axes)(*operands)
+            for f in (jtk.sort_operands, lax.sort)
+        )
+        jax.tree.map(same, ours, theirs)
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_lexsort(axis):
+    for keys in (TABLES, TABLES[1:2], jnp.stack(TABLES[1:3]), (1.0, 2)):
+        place = axis if np.ndim(keys[0]) else -1
+        for enabled in (False, True):
+            with jax.enable_x64(enabled):
+                same(jtk.lexsort(keys, place), jnp.lexsort(keys, place))
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"axis": 0}, {"equal_nan": False}, {"size": 3}, {"size": 9, "fill_value": 7, "axis": 1},
+])  # fmt: skip
+def test_unique(options):
+    for x in (TABLES[1], TABLES[3], POSITIONS % 5, POSITIONS[:0]):
+        if "size" in options and not len(x):
+            continue
+        for returned in ((), ("index", "counts"), ("inverse",)):
+            asked = dict.fromkeys((f"return_{name}" for name in returned), True)
+            ours, theirs = (m.unique(x, **asked, **options) for m in (jtk, jnp))
+            jax.tree.map(same, ours, theirs)
+    with pytest.raises(jax.errors.ConcretizationTypeError, match="unique"):
+        jax.jit(jtk.unique)(POSITIONS)
+
+
+@pytest.mark.parametrize("edges", [[1, 3, 3, 9], [9, 3, 3, 1], [5], [], [1, np.nan], [np.nan, 1]])
+@pytest.mark.parametrize("right", [False, True])
+def test_digitize(edges, right):
+    edges = np.array(edges, np.float32)
+    x = jnp.asarray([*edges, 0, 4, np.nan, -np.inf, np.inf], np.float32)
+    for method in (None, "sort"):
+        ours, theirs = (m.digitize(x, edges, right, method=method) for m in (jtk, jnp))
+        same(ours, theirs)
+
+
+def test_programs_of_any_size():
+    (n,) = export.symbolic_shape("n")
+    x = jax.ShapeDtypeStruct((3, n), np.float32)
+    values = TABLES[1][:3]
+    for function in (
+        lambda x: jtk.sort_operands((x, -x), num_keys=2),
+        lambda x: jtk.lexsort((x, -x), 0),
+        lambda x: jtk.unique(x, size=4),
+        lambda x: jtk.digitize(x, np.array([1.0, 2.0])),
+    ):
+        exported = export.export(jax.jit(function))(x)
+        jax.tree.map(same, exported.call(values), function(values))
+
+
+def test_errors_of_sorts_of_several_operands():
+    x = jnp.ones((3, 4))
+    for ours, theirs, *arguments in (
+        (jtk.sort_operands, lax.sort, (x, x[0])),
+        (jtk.sort_operands, lax.sort, (x, x), 2),
+        (jtk.sort_operands, lax.sort, (x, x), -1, True, 3),
+        (jtk.sort_operands, lax.sort, (x, x), -1, True, 0),
+        (jtk.sort_operands, lax.sort, ()),
+        (jtk.sort_operands, lax.sort, x, -1, True, 2),
+        (jtk.lexsort, jnp.lexsort, (x, x[0])),
+        (jtk.lexsort, jnp.lexsort, ()),
+        (jtk.lexsort, jnp.lexsort, (x, x), 2),
+        (jtk.digitize, jnp.digitize, x, x),
+        (jtk.digitize, jnp.digitize, x, x[0], False, "guess"),
+        (jtk.unique, jnp.unique, "text"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as expected:
+            theirs(*arguments)
+        with pytest.raises(type(expected.value)):
+            ours(*arguments)
 
 
 def test_errors_of_quantiles():

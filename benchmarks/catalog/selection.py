@@ -66,6 +66,59 @@ def orders(draw: Draw, name: str) -> Call:
     )  # fmt: skip
 
 
+def sorts_by_keys(draw: Draw, name: str) -> Call:
+    """Draw keys with few values, and for ``sort_operands`` what moves with them."""
+    shape = draw.size(), max(1, draw.size())
+    count = draw.one(1, 2, 2, 3)
+    operands = [draw.operand(shape, draw.type(*FLOATS, *_INTEGERS)) for _ in range(count)]
+    axis = draw.one(-1, 0)
+    num_keys = 1 if count == 1 else int(draw.rng.integers(1, count + 1))
+
+    def call(m, *xs):
+        if name == "lexsort":
+            return m.lexsort(xs, axis)
+        return m.sort_operands(xs, axis, num_keys=num_keys)
+
+    def errors(result, *xs):
+        keys = xs if name == "lexsort" else xs[:num_keys][::-1]
+        order = np.lexsort([wide(x) for x in keys], axis)
+        if name == "lexsort":
+            return [compared(result, order, 0)]
+        moved = (np.take_along_axis(wide(x), order, axis) for x in xs)
+        return [compared(found, x, 0) for found, x in zip(result, moved, strict=True)]
+
+    words = f"{axis=}" if name == "lexsort" else f"{axis=}, {num_keys=}"
+    return Call(name, words, tuple(operands), call, errors)
+
+
+def without_repetitions(draw: Draw, name: str) -> Call:
+    """Draw integers, of which there are few, and what else is returned."""
+    shape = (max(1, draw.size()),) if draw.only is None else (4, draw.size())
+    dtype = draw.type(*_INTEGERS, *FLOATS)
+    size = draw.size(40)
+    options = {x: draw.chance(0.5) for x in ("return_index", "return_inverse", "return_counts")}
+    fill_value = draw.one(None, 7)
+
+    def errors(result, x):
+        found = list(result) if any(options.values()) else [result]
+        expected = np.unique(wide(x), **options)
+        expected = list(expected) if any(options.values()) else [expected]
+        values = expected[0]
+        filled = np.full(max(0, size - len(values)), values[0] if fill_value is None else 7)
+        checked = [compared(found[0], np.concatenate([values, filled])[:size], 0)]
+        if options["return_inverse"]:
+            # Elements beyond the size have places, too.
+            place = 1 + options["return_index"]
+            checked.append(compared(found[place], expected[place].reshape(x.shape), 0))
+        return checked
+
+    return Call(
+        name, f"{size=}, {fill_value=}, {options}", (draw.operand(shape, dtype),),
+        lambda m, x: m.unique(x, size=size, fill_value=fill_value, **options), errors,
+        is_plain=False,
+    )  # fmt: skip
+
+
 def quantiles(draw: Draw, name: str) -> Call:
     """Draw a median, or quantiles of numbers between 0 and 1."""
     shape = max(1, draw.size()), max(1, draw.size())
@@ -121,9 +174,32 @@ def searches(draw: Draw, name: str) -> Call:
     )  # fmt: skip
 
 
+def bins_of(draw: Draw, name: str) -> Call:
+    """Draw edges that ascend or descend."""
+    count, shape = draw.size(40), (draw.size(), draw.size(20))
+    dtype, right = draw.type(*FLOATS, *_INTEGERS), draw.chance(0.5)
+    edges = draw.value(draw.operand((count,), dtype), special=False)
+    order = np.argsort(wide(edges), kind="stable")
+    edges = edges[order[::-1] if draw.chance(0.3) else order]
+
+    def errors(result, x, edges):
+        x, edges = (np.asarray(z, np.float64) for z in (x, edges))
+        found = np.digitize(x, edges, right) if count else np.zeros(shape, int)
+        return [compared(result, found, 0)]
+
+    return Call(
+        name, f"{right=}", (draw.operand(shape, dtype), draw.given(edges)),
+        lambda m, x, edges: m.digitize(x, edges, right), errors, is_plain=False,
+    )  # fmt: skip
+
+
 DESCRIPTIONS = [
     *describe(largest, "top_k"),
     *describe(orders, "sort", "argsort"),
+    *describe(sorts_by_keys, "sort_operands"),
+    *describe(sorts_by_keys, "lexsort", derivatives=0),
+    *describe(without_repetitions, "unique", derivatives=0),
     *describe(searches, "searchsorted", derivatives=0),
+    *describe(bins_of, "digitize", derivatives=0),
     *describe(quantiles, "quantile", "percentile", "median"),
 ]

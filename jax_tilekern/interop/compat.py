@@ -65,6 +65,7 @@ __all__ = [
     "closed_jaxpr",
     "closed_with",
     "cotangent_sharding",
+    "counted_dimension",
     "custom_jvp_rule",
     "dot_general_p",
     "equation_context",
@@ -322,6 +323,26 @@ def splat_of(value: Any) -> int | float | None:
         return None
     number: int | float = elements.get_splat_value().value
     return number
+
+
+def counted_dimension(value: Any) -> int | None:
+    """Return the dimension along which the elements of ``value`` are 0, 1, ..., if they are."""
+    operation = _operation_of(value)
+    name = getattr(operation, "name", None)
+    if name == "stablehlo.iota":
+        dimension: int = ir.IntegerAttr(operation.attributes["iota_dimension"]).value
+        return dimension
+    if name == "sdy.sharding_constraint":
+        return counted_dimension(operation.operands[0])
+    if name != "stablehlo.broadcast_in_dim":
+        return None
+    inner = counted_dimension(operation.operands[0])
+    if inner is None:
+        return None
+    outer: int = operation.attributes["broadcast_dimensions"][inner]
+    sizes = (ir.RankedTensorType(x.type).shape for x in (operation.operands[0], value))
+    before, after = sizes
+    return outer if before[inner] == after[outer] else None
 
 
 def jaxprs_of(eqn: Any) -> list[Any]:

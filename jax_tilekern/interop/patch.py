@@ -43,7 +43,8 @@ def patch() -> Iterator[None]:
     ``segment_max``, ``segment_min`` and ``segment_prod``, of ``x.at[rows].add``, ``multiply``,
     ``max`` and ``min``, and of the derivatives of ``x[rows]`` and ``jnp.take``. On a GPU they are
     reductions to segments where these are predicted to be faster, as those of 16-bit types and of
-    wide rows are; elsewhere JAX's own scatter runs. ``lax.top_k`` is :func:`jax_tilekern.top_k`.
+    wide rows are; elsewhere JAX's own scatter runs. ``lax.top_k`` is :func:`jax_tilekern.top_k`,
+    and ``lax.sort``, by which ``jax.numpy`` sorts, is :func:`jax_tilekern.sort_operands`.
 
     ``jax.nn.dot_product_attention``, which ``flax.nnx`` calls, is :func:`jax_tilekern.attention`
     unless it asks for cuDNN, or a GPU has no kernel of it. A query that sees no key gives zeros.
@@ -134,6 +135,7 @@ _EXPECTED = {
     "tilekern_contract": 2,
     "tilekern_scatter_rows": 1,
     "tilekern_top_k": 1,
+    "tilekern_sort_operands": 1,
     "tilekern_attention": 1,
 }
 
@@ -151,6 +153,7 @@ def _traced() -> list[str]:
             lax.ragged_dot(x, x[None], ids),
             x.at[ids].add(1.0),
             lax.top_k(x, 1),
+            lax.sort(x),
             jax.nn.dot_product_attention(heads, heads, heads),
         )
 

@@ -1,4 +1,4 @@
-"""``searchsorted``: JAX's semantics over one primitive."""
+"""``searchsorted`` and ``digitize``: JAX's semantics over one primitive."""
 
 from __future__ import annotations
 
@@ -82,6 +82,54 @@ def searchsorted(
     a = a if sorter is None else a[jnp.asarray(sorter)]
     found: Array = _bind(a.astype(common), v.astype(common), side=side)
     return found
+
+
+@jitted("right", "method")
+def digitize(
+    x: ArrayLike, bins: ArrayLike, right: bool = False, *, method: str | None = None
+) -> Array:
+    """Return the bins of numbers, with the semantics of :func:`jax.numpy.digitize`.
+
+    Parameters
+    ----------
+    x
+        Numbers, of any shape.
+    bins
+        Vector of the edges of the bins, which ascends or descends.
+    right
+        Whether a bin has its right edge in place of its left one.
+    method
+        That of :func:`searchsorted`.
+
+    Returns
+    -------
+    Array
+        The index of the bin of each number, int32: 0 before the first edge.
+
+    Raises
+    ------
+    ValueError
+        If ``bins`` is no vector, or the method is another one.
+    TypeError
+        If an operand is no array.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.digitize(jnp.array([0.5, 2.0, 9.0]), jnp.array([1.0, 2.0, 3.0]))
+    Array([0, 2, 3], dtype=int32)
+    """
+    compat.check_arraylike("digitize", x, bins)
+    x, bins = jnp.asarray(x), jnp.asarray(bins)
+    # JAX's function raises the errors.
+    jax.eval_shape(lambda: jnp.digitize(x, bins, right, method=method))
+    if bins.size == 0:
+        return jnp.zeros_like(x, dtype=np.int32)
+    ascends = bins[-1] >= bins[0]
+    edges = jnp.where(ascends, bins, bins[::-1])
+    found = searchsorted(edges, x, "left" if right else "right", method=method or "scan")
+    return jnp.where(ascends, found, bins.size - found)
 
 
 def _reference(a: Array, v: Array, *, side: str) -> Array:

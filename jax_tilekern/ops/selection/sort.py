@@ -134,6 +134,12 @@ def argsort(
     return back(indices.astype(wanted))
 
 
+def sorted_rows(x: Array, *, values: bool = False, indices: bool = False) -> list[Array]:
+    """Return the elements of rows in ascending order, where they were in their rows, or both."""
+    results: list[Array] = _bind(x, order="ascending", values=values, indices=indices)
+    return results
+
+
 def _as_rows(
     name: str, a: ArrayLike, axis: int | None, kind: Any, order: Any
 ) -> tuple[Array, Callable[[Array], Array]]:

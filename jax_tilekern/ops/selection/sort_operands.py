@@ -1,0 +1,251 @@
+"""``sort_operands`` and ``lexsort``: sorts by several keys, JAX's semantics over one primitive."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
+from jax_tilekern.interop.originals import jnp, lax
+from jax_tilekern.interop.patch import replace
+from jax_tilekern.ops.arguments import integer
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.selection.rows import columns_of, rule_of_rows
+from jax_tilekern.ops.selection.sort import sorted_rows
+from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.plans.selection.sort_rows import SortedRows, plan_sort_rows
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    Planner,
+    Rewrite,
+    define,
+    no_refusal,
+)
+
+
+@jitted("dimension", "is_stable", "num_keys")
+def sort_operands(
+    operand: ArrayLike | Sequence[ArrayLike],
+    dimension: int = -1,
+    is_stable: bool = True,
+    num_keys: int = 1,
+) -> Array | tuple[Array, ...]:
+    """Sort arrays together by the first ones, with the semantics of :func:`jax.lax.sort`.
+
+    Parameters
+    ----------
+    operand
+        An array, or arrays of one shape.
+    dimension
+        The axis; may be negative.
+    is_stable
+        Whether elements with equal keys keep their order.
+    num_keys
+        How many of the arrays are keys. The first one is the primary key.
+
+    Returns
+    -------
+    Array or tuple of Array
+        As many as the operands, all in the order of the keys. NaN is the largest element, -0 equals
+        0, and complex numbers are ordered by their real parts, then by the imaginary ones.
+
+    Raises
+    ------
+    ValueError
+        If ``num_keys`` or the dimension is out of range.
+    TypeError
+        If there is no operand, one is no array, or shapes differ.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> year, month, name = jnp.array([2, 1, 2]), jnp.array([5, 9, 3]), jnp.array([0, 1, 2])
+    >>> jtk.sort_operands((year, month, name), num_keys=2)[2]
+    Array([1, 2, 0], dtype=int32)
+    """
+    several = isinstance(operand, Sequence)
+    operands: Any = operand if several else [operand]
+    compat.check_arraylike("sort_operands", *operands)
+    operands = [jnp.asarray(x) for x in operands]
+    shapes = list(dict.fromkeys(x.shape for x in operands))
+    if len(shapes) != 1:
+        raise TypeError(f"sort_operands: the operands must have one shape, and have {shapes}")
+    num_keys = integer("sort_operands", "num_keys", num_keys)
+    if not 1 <= num_keys <= len(operands):
+        raise ValueError(
+            f"sort_operands: num_keys is {num_keys}; there are {len(operands)} operands"
+        )
+    axis, rank = integer("sort_operands", "dimension", dimension), len(shapes[0])
+    if not -rank <= axis < rank:
+        raise ValueError(f"sort_operands: dimension {axis} is out of range for {shapes[0]}")
+    results = _bind(*operands, dimension=axis % rank, is_stable=bool(is_stable), num_keys=num_keys)
+    return tuple(results) if several else results[0]
+
+
+@jitted("axis")
+def lexsort(keys: Array | Sequence[ArrayLike], axis: int = -1) -> Array:
+    """Return the indices that sort by several keys, with the semantics of ``jax.numpy.lexsort``.
+
+    Parameters
+    ----------
+    keys
+        Arrays of one shape. The last one is the primary key.
+    axis
+        The axis; may be negative.
+
+    Returns
+    -------
+    Array
+        Indices along the axis, of JAX's default integer type. Equal elements keep their order.
+
+    Raises
+    ------
+    ValueError
+        If shapes differ, or the axis is out of range.
+    TypeError
+        If there is no key, or one is no array.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.lexsort((jnp.array([5, 9, 3]), jnp.array([2, 1, 2])))
+    Array([1, 2, 0], dtype=int32)
+    """
+    compat.check_arraylike("lexsort", *keys)
+    arrays = [jnp.asarray(x) for x in keys]
+    # JAX's function raises the errors, and has the type of the result.
+    wanted = compat.type_of_whole(lambda *keys: jnp.lexsort(keys, axis), *arrays)
+    if not wanted.shape:
+        return jnp.zeros((), wanted.dtype)
+    place = axis % len(wanted.shape)
+    operands = [*arrays[::-1], columns_of(arrays[-1], place)]
+    *_, indices = _bind(*operands, dimension=place, is_stable=True, num_keys=len(arrays))
+    result: Array = indices.astype(wanted.dtype)
+    return result
+
+
+def _reference(*operands: Array, **params: Any) -> Sequence[Array]:
+    return lax.sort(operands, **params)
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, dimension: int, **params: Any
+) -> tuple[Any, Any]:
+    if all(type(x) is ad.Zero for x in tangents):
+        results = _bind(*primals, dimension=dimension, **params)
+        return results, [compat.zero_tangent(y) for y in results]
+    positions = columns_of(primals[0], dimension)
+    *results, order = _bind(*primals, positions, dimension=dimension, **params)
+    return results, [
+        compat.zero_tangent(y)
+        if type(x) is ad.Zero
+        else jnp.take_along_axis(x, order, dimension, mode="promise_in_bounds")
+        for x, y in zip(tangents, results, strict=True)
+    ]
+
+
+def _batch(
+    _: Any, operands: Sequence[Array], dims: Sequence[int | None], *, dimension: int, **params: Any
+) -> tuple[Sequence[Array], list[int]]:
+    whole, place = next((x, i) for x, i in zip(operands, dims, strict=True) if i is not None)
+    kept = [i for i in range(whole.ndim) if i != place]
+    sharding = jax.typeof(whole).sharding
+    moved = [
+        lax.broadcast_in_dim(x, whole.shape, kept, out_sharding=sharding)
+        if i is None
+        else jnp.moveaxis(x, i, place)
+        for x, i in zip(operands, dims, strict=True)
+    ]
+    results = _bind(*moved, dimension=dimension + (place <= dimension), **params)
+    return results, [place] * len(operands)
+
+
+def _sharding_rule(*operands: Any, dimension: int, **_: Any) -> ShardingRule:
+    count = len(operands)
+    return rule_of_rows(operands[0], count, axis=dimension, operands=count)
+
+
+def _cpu(*_: Any, **params: Any) -> Rewrite:
+    # XLA does not partition its own operation on a CPU; each device calls it for its rows.
+    return Rewrite("XLA's own", functools.partial(_reference, **params))
+
+
+def _cuda(
+    operands: Sequence[Operand], _: Any, *, dimension: int, num_keys: int, **__: Any
+) -> Rewrite | Fallback:
+    keys, payloads = operands[:num_keys], operands[num_keys:]
+    shape = keys[0].aval.shape
+    counts = tuple(compat.counted_dimension(x.value) == dimension for x in payloads)
+    # Times are recorded of sorts and argsorts of rows.
+    has_times = num_keys == 1 and all(counts) and dimension == len(shape) - 1
+    if not has_times and current_policy() != "kernels":
+        return Fallback(
+            "no times of sorts of several arrays, or of columns, are recorded, so XLA computes it "
+            '(jax_tilekern.policy("kernels") takes an argsort for each key, and gathers)'
+        )
+    rows, columns = math.prod(shape) // shape[dimension], shape[dimension]
+    for i, (key, aval) in enumerate(keys):
+        results = {"values": i == 0, "indices": len(operands) > 1}
+        problem = SortedRows(rows, columns, np.dtype(aval.dtype), "ascending", **results)
+        found = planned_kernel((key,), plan_sort_rows, problem)
+        if isinstance(found, Fallback):
+            return found
+    way = functools.partial(_by_argsorts, dimension=dimension, num_keys=num_keys, counts=counts)
+    return Rewrite("a sort of rows for each key", way)
+
+
+def _by_argsorts(
+    *operands: Array, dimension: int, num_keys: int, counts: Sequence[bool]
+) -> list[Array]:
+    """Sort stably by each key, the last one first.
+
+    ``counts`` says which payloads are positions along the dimension.
+    """
+    rows = [jnp.moveaxis(x, dimension, -1) for x in operands]
+    if len(rows) == 1:
+        results = sorted_rows(rows[0], values=True)
+    else:
+        order: Any = None
+        for i in reversed(range(num_keys)):
+            key = rows[i] if order is None else _gathered(rows[i], order)
+            *values, step = sorted_rows(key, values=i == 0, indices=True)
+            order = step if order is None else _gathered(order, step)
+        results = values + [_gathered(x, order) for x in rows[1:num_keys]]
+        for x, is_position in zip(rows[num_keys:], counts, strict=True):
+            results.append(order.astype(x.dtype) if is_position else _gathered(x, order))
+    return [jnp.moveaxis(x, -1, dimension) for x in results]
+
+
+def _gathered(x: Array, order: Any) -> Array:
+    return jnp.take_along_axis(x, order, -1, mode="promise_in_bounds")
+
+
+_bind = define(
+    Operation(
+        name="tilekern_sort_operands",
+        reference=_reference,
+        several_results=True,
+        jvp=_jvp,
+        batch=_batch,
+        sharding_rule=_sharding_rule,
+        planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(no_refusal, _cuda)},
+        describe=lambda num_keys, **_: f"sort by {num_keys} keys" if num_keys > 1 else "sort",
+    )
+)
+
+
+replace(lax.sort_p, _bind)
