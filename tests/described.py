@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.catalog import DESCRIPTIONS
@@ -27,4 +28,4 @@ def call_of(name, only=F32, number=0, special=False, scale=1):
 def differentiable(arrays):
     """Return the positions of the arrays by which operations have derivatives."""
     types = [x.dtype for x in arrays]
-    return [i for i, t in enumerate(types) if t.kind in "fcV" and t not in FP8]
+    return [i for i, t in enumerate(types) if jnp.issubdtype(t, jnp.inexact) and t not in FP8]

@@ -32,7 +32,7 @@ from sharded import AUTO, AXES, EXPLICIT, SLACK, bytes_sent, collectives, device
 import jax_tilekern as jtk
 from benchmarks import catalog
 from benchmarks.catalog import DESCRIPTIONS
-from benchmarks.catalog.bounds import BF16, F32, F64, FP8, UNIT_ROUNDOFF
+from benchmarks.catalog.bounds import BF16, F32, F64, FP8, INT4, UNIT_ROUNDOFF
 from benchmarks.catalog.oracles import ORACLES
 
 C64 = np.dtype(np.complex64)
@@ -353,7 +353,10 @@ _IN_FLOAT32 = dict.fromkeys(
         "fp8_dot_general",
         "scaled_matmul",
         "scaled_matmul, epilogue",
+        "scaled_matmul, weights",
+        "scaled_matmul, weights and epilogue",
         "scaled_ragged_dot",
+        "scaled_ragged_dot, weights",
     ),
     "takes float32",
 )
@@ -361,7 +364,8 @@ _IN_FLOAT32 = dict.fromkeys(
 WITHOUT_JET = {
     "linalg.det", "linalg.expm", "linalg.pinv", "linalg.slogdet", "moe", "moe, biases",
     "moe, ungated", "ragged_dot, epilogue", "scaled_matmul", "scaled_matmul, epilogue",
-    "scaled_ragged_dot", "segment_max", "segment_mean", "segment_min", "segment_reduce",
+    "scaled_matmul, weights", "scaled_matmul, weights and epilogue", "scaled_ragged_dot",
+    "scaled_ragged_dot, weights", "segment_max", "segment_mean", "segment_min", "segment_reduce",
     "segment_sum", "symmetric_matmul, polynomial", "take",
 }  # fmt: skip
 ERRORS_OF_JET = (KeyError, TypeError, AttributeError)
@@ -463,7 +467,7 @@ WITHOUT_NAN = {
 
 def widened(x):
     wide = {"f": F64, "c": np.complex128, "V": F64}
-    return x if x.dtype in FP8 else x.astype(wide.get(x.dtype.kind, x.dtype))
+    return x if x.dtype in (*FP8, INT4) else x.astype(wide.get(x.dtype.kind, x.dtype))
 
 
 def tolerance_of(name, how):

@@ -93,8 +93,14 @@ CALLS = {
         (lambda f: f(X, W[:, 0]), r"not shapes \("),
         (lambda f: f(X, W, levels="a"), "levels is 'a'; it is an integer"),
     ],
-    "scaled_matmul": [(lambda f: f(X, X, X, X), "float8_e4m3fn and float8_e5m2, and lhs is")],
-    "scaled_ragged_dot": [(lambda f: f(X, G, X, G, SIZES), r"rhs \(groups, N, K\)")],
+    "scaled_matmul": [
+        (lambda f: f(X, X, X, X), "float8_e4m3fn and float8_e5m2, and lhs is"),
+        (lambda f: f(X, X, None, X), "rhs of int4, int8, .*not float32; jax_tilekern.quantize"),
+    ],
+    "scaled_ragged_dot": [
+        (lambda f: f(X, G, X, G, SIZES), r"rhs \(groups, N, K\)"),
+        (lambda f: f(X, G.mT, SIZES, None, G), "rhs of int4, int8, .*not float32; jax_tilekern"),
+    ],
     "fp8_dot_general": [
         (lambda f: f(X.astype(int), W, DIMENSIONS), "bfloat16, float16 or float32, and lhs is"),
     ],

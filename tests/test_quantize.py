@@ -81,6 +81,62 @@ def test_bits(rng, of, dtype, block, flags):
     check(hostile(rng, (150, 270), of), block, dtype, *flags)
 
 
+def integers_of(x, group, dtype, *, symmetric):
+    """Integers, scales and zero points of groups of rows, in float32 as NumPy rounds it."""
+    x = np.asarray(x).astype(np.float32)
+    most = 7 if dtype == jnp.int4 else 127
+    values, scales, zeros = [], [], []
+    for row in x:
+        for i in range(0, x.shape[1], group):
+            part = row[i : i + group]
+            finite = np.where(np.isfinite(part), part, 0)
+            below, above = max(0, -finite.min()), max(0, finite.max())
+            scale, zero, factor = np.float32(1), np.float32(0), np.float32(1)
+            if np.abs(finite).max() >= 2.0**-90:
+                if symmetric:
+                    scale = max(below, above) * np.float32(1 / most)
+                else:
+                    halves = above * np.float32(0.5) + below * np.float32(0.5)
+                    scale = halves * np.float32(2 / (2 * most + 1))
+                factor = np.float32(1) / scale
+                zero = np.clip(np.rint(below * factor) - most - 1, -most - 1, most)
+            zero = np.float32(0) if symmetric else zero
+            low = -most if symmetric else -most - 1
+            values.append(np.clip(np.rint(finite * factor) + zero, low, most))
+            scales.append(scale if np.isfinite(part).all() else np.float32(np.nan))
+            zeros.append(zero)
+    shape = len(x), -1
+    found = np.concatenate(values).reshape(shape), np.reshape(scales, shape)
+    return found if symmetric else (*found, np.reshape(zeros, shape))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, 64, 128, 270])
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.int8])
+def test_bits_of_integers(rng, dtype, group, symmetric):
+    for of in (np.float32, ml_dtypes.bfloat16):
+        x = hostile(rng, (50, 270), of)
+        block = 1, group if group < 270 else None
+        found = jtk.quantize(x, block, dtype, symmetric=symmetric)
+        expected = integers_of(x, group, dtype, symmetric=symmetric)
+        for y, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(y, np.float32), wanted)
+        transposed = jtk.quantize(x.T, block, dtype, symmetric=symmetric, both=True)[1]
+        for y, wanted in zip(transposed, found, strict=True):
+            np.testing.assert_array_equal(np.asarray(y), np.asarray(wanted))
+
+
+def test_integers_are_rounded_to_even():
+    values, scales = jtk.quantize(jnp.array([[7.0, 0.5, 1.5, 2.5, -0.5, -1.5]]), dtype=jnp.int4)
+    assert values.tolist() == [[7, 0, 2, 2, 0, -2]]
+    assert scales == 1
+
+
+def test_zero_points_are_of_integers():
+    with pytest.raises(ValueError, match="zero points of int4 and int8, not of float8_e4m3fn"):
+        jtk.quantize(jnp.ones((2, 2)), symmetric=False)
+
+
 def test_the_reciprocal_is_rounded_to_nearest(rng):
     x = np.exp(rng.uniform(-60, 80, 1 << 20)).astype(np.float32)
     x = np.concatenate([x, np.exp2(np.arange(-100, 100)).astype(np.float32)])
@@ -114,8 +170,8 @@ def test_there_is_no_derivative():
     ("error", "message", "arguments"),
     [
         (TypeError, "takes bfloat16, float16 or float32, not int32", (np.ones((2, 2), np.int32),)),
-        (TypeError, "rounds to .*, not int8", (np.ones((2, 2), np.float32), (1, 128), np.int8)),
-        (ValueError, r"blocks .*\(128, 128\).*not \(1, 64\)", (np.ones((2, 2)), (1, 64))),
+        (TypeError, "rounds to .*, not int16", (np.ones((2, 2), np.float32), (1, 128), np.int16)),
+        (ValueError, r"blocks .*\(128, 128\).*not \(1, 16\)", (np.ones((2, 2)), (1, 16))),
         (ValueError, r"blocks .*\(128, 128\).*not 128", (np.ones((2, 2)), 128)),
         (ValueError, r"at least 2 dimensions.*\(4,\)", (np.ones(4),)),
         (TypeError, "rounds to .*, not 'fp8'", (np.ones((2, 2)), (1, 128), "fp8")),

@@ -13,6 +13,7 @@ import numpy as np
 BF16, F8E4, F8E5 = (
     np.dtype(t) for t in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 )
+INT4, INT8 = np.dtype(ml_dtypes.int4), np.dtype(np.int8)
 F32, F64, F16 = (np.dtype(t) for t in (np.float32, np.float64, np.float16))
 FLOATS = (F32, BF16, F16, F64)
 FP8 = (F8E4, F8E5)

@@ -280,15 +280,27 @@ def _linear_recurrence(
     return lax.associative_scan(combine, (a, b), reverse, axis)[1]
 
 
-def _quantize(x: Any) -> Any:
-    """Blocks of 128 elements of a row, each with one scale."""
-    columns, blocks = x.shape[-1], -(-x.shape[-1] // 128)
-    unused = [(0, 0)] * (x.ndim - 1) + [(0, 128 * blocks - columns)]
-    wide = jnp.pad(x.astype(np.float32), unused).reshape(*x.shape[:-1], blocks, 128)
-    scales = abs(wide).max(-1) * np.float32(1 / 448)
-    scales = jnp.where(scales < 2.0**-98, 1, scales)
-    values = (wide * (1 / scales[..., None])).astype(F8E4)
-    return values.reshape(*x.shape[:-1], 128 * blocks)[..., :columns], scales
+def _quantize(x: Any, block: Any = (1, 128), dtype: Any = F8E4, symmetric: bool = True) -> Any:
+    """Blocks of elements of a row, each with one scale, and a zero point if not symmetric."""
+    group, columns = block[1], x.shape[-1]
+    blocks = -(-columns // group)
+    unused = [(0, 0)] * (x.ndim - 1) + [(0, group * blocks - columns)]
+    wide = jnp.pad(x.astype(np.float32), unused).reshape(*x.shape[:-1], blocks, group)
+    bits = {"int4": 4, "int8": 8}.get(np.dtype(dtype).name)
+    largest = 2 ** (bits - 1) - 1 if bits else 448
+    low, high = wide.min(-1).clip(max=0), wide.max(-1).clip(min=0)
+    if symmetric:
+        scales = abs(wide).max(-1) * np.float32(1 / largest)
+    else:
+        scales = (high - low) * np.float32(1 / (2 * largest + 1))
+    scales = jnp.where(abs(wide).max(-1) < 2.0**-90, 1, scales)
+    values = wide * (1 / scales[..., None])
+    zeros = None if symmetric else jnp.round(-1 - largest - low / scales)
+    if bits:
+        values = jnp.round(values) + (0 if symmetric else zeros[..., None])
+        values = values.clip(-1 - largest, largest)
+    values = values.astype(dtype).reshape(*x.shape[:-1], group * blocks)[..., :columns]
+    return (values, scales) if symmetric else (values, scales, zeros)
 
 
 def _row_quantize(y: Any) -> Any:
@@ -296,28 +308,37 @@ def _row_quantize(y: Any) -> Any:
 
 
 def element_scales(scales: Any, shape: Sequence[int]) -> Any:
-    """Return the scale of each element, of scales of blocks of 128 or of whole dimensions."""
+    """Return the scale of each element, of scales of blocks or of whole dimensions."""
     for axis in (-2, -1):
-        if scales.shape[axis] not in (1, shape[axis]):
-            index = np.arange(shape[axis]) // 128
-            scales = jnp.take(scales, index, axis)
+        size, count = shape[axis], scales.shape[axis]
+        if count not in (1, size):
+            block = next(x for x in (128, 64, 32) if -(-size // x) == count)
+            scales = jnp.take(scales, np.arange(size) // block, axis)
     return scales
 
 
+def _dequantized(x: Any, scales: Any, zeros: Any = None) -> Any:
+    if scales is None:
+        return x.astype(jnp.promote_types(x.dtype, np.float32))
+    wide = jnp.promote_types(scales.dtype, np.float32)
+    values = x.astype(wide)
+    if zeros is not None:
+        values = values - element_scales(zeros, x.shape).astype(wide)
+    return values * element_scales(scales, x.shape).astype(wide)
+
+
 def _scaled_matmul(
-    lhs: Any, rhs: Any, lhs_scales: Any, rhs_scales: Any, *, epilogue: Any = None,
-    operands: Any = (),
+    lhs: Any, rhs: Any, lhs_scales: Any, rhs_scales: Any, *, rhs_zeros: Any = None,
+    epilogue: Any = None, operands: Any = (),
 ) -> Any:  # fmt: skip
-    wide = lhs_scales.dtype
-    rows = lhs.astype(wide) * element_scales(lhs_scales, lhs.shape)
-    columns = rhs.astype(wide) * element_scales(rhs_scales, rhs.shape)
+    rows, columns = _dequantized(lhs, lhs_scales), _dequantized(rhs, rhs_scales, rhs_zeros)
     return _with_epilogue(rows @ columns.mT, epilogue, operands)
 
 
-def _scaled_ragged_dot(lhs: Any, rhs: Any, sizes: Any, lhs_scales: Any, rhs_scales: Any) -> Any:
-    wide = lhs_scales.dtype
-    rows = lhs.astype(wide) * element_scales(lhs_scales, lhs.shape)
-    matrices = rhs.astype(wide) * element_scales(rhs_scales, rhs.shape)
+def _scaled_ragged_dot(
+    lhs: Any, rhs: Any, sizes: Any, lhs_scales: Any, rhs_scales: Any, *, rhs_zeros: Any = None
+) -> Any:
+    rows, matrices = _dequantized(lhs, lhs_scales), _dequantized(rhs, rhs_scales, rhs_zeros)
     return _masked_products(rows, matrices.mT, sizes)
 
 

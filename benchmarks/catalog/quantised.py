@@ -10,9 +10,13 @@ from benchmarks.catalog.bounds import (
     F8E4,
     F16,
     F32,
+    INT4,
+    INT8,
+    TF32_ROUNDOFF,
     UNIT_ROUNDOFF,
     compared,
     einsum,
+    on_gpu,
     operand_rounding,
     wide,
 )
@@ -46,6 +50,34 @@ def quantize(draw: Draw, name: str) -> Call:
     return Call(
         name, "", (operand,), lambda m, x: _restored(*m.quantize(x)), errors, is_plain=False
     )
+
+
+def quantize_integers(draw: Draw, name: str) -> Call:
+    """Draw rows, quantised to integers in groups, with or without zero points."""
+    rows, columns = max(1, draw.size()), max(1, draw.size(256))
+    operand = draw.operand((rows, columns), draw.type(F32, BF16, F16))
+    dtype, group, symmetric = draw.one(INT4, INT8), draw.one(32, 64, 128), draw.one(True, False)
+    values_of_type = 2.0 ** (4 if dtype == INT4 else 8) - 1
+
+    def call(m, x):
+        values, scales, *zeros = m.quantize(x, (1, group), dtype, symmetric=symmetric)
+        values = values.astype(np.float32)
+        of_elements = [jnp.repeat(y, group, -1)[..., :columns] for y in (scales, *zeros)]
+        for zero in of_elements[1:]:
+            values = values - zero
+        return values * of_elements[0]
+
+    def errors(result, x):
+        # Half a step; at the ends a whole one with zero points, which are rounded.
+        steps = (values_of_type - 1) / 2 if symmetric else values_of_type / 2
+        half = 0.5 if symmetric else 1.0
+        x = wide(x)
+        most = np.stack([np.abs(x[:, i : i + group]).max(1) for i in range(0, columns, group)], 1)
+        most = np.repeat(most, group, 1)[:, :columns]
+        return [(np.abs(wide(result) - x), (half / steps + 2.0**-20) * most + 2.0**-90)]
+
+    text = f"{dtype}, groups of {group}, {'' if symmetric else 'not '}symmetric"
+    return Call(name, text, (operand,), call, errors, is_plain=False)
 
 
 def row_quantize(draw: Draw, name: str) -> Call:
@@ -133,6 +165,74 @@ def scaled_product(draw: Draw, name: str) -> Call:
     return Call(name, text, operands, call, errors, is_plain=False)
 
 
+def weights_product(draw: Draw, name: str) -> Call:
+    """Draw a product by quantised weights, or one for each group of rows."""
+    sizes = {label: max(1, min(256, size)) for label, size in draw.sizes("mkn").items()}
+    m, k, n = (sizes[label] for label in "mkn")
+    k += draw.one(0, 60, 128, 200)
+    has_groups, has_epilogue = "ragged" in name, "epilogue" in name
+    has_zeros, group = draw.one(True, False), draw.one(32, 64, 128, k)
+    experts = draw.one(1, 3)
+    batch = (experts,) if has_groups else draw.one((), (), (2,))
+    counts = np.diff(np.sort(draw.rng.integers(0, m + 1, experts)), prepend=0).astype(np.int32)
+    dtype = draw.type(F32, BF16, F16)
+    stored = draw.one(INT4, INT8, F8E4)
+    if stored == F8E4:
+        weights = draw.operand((*batch, n, k), stored)
+    else:
+        most = 7 if stored == INT4 else 127
+        integers = draw.rng.integers(-1 - most, most, (*batch, n, k), endpoint=True)
+        weights = draw.given(integers.astype(stored))
+    shape = (*batch, draw.one(n, n, 1), -(-k // group))
+    narrow = draw.type(F32, F32, BF16)
+    operands: tuple[Operand, ...] = (
+        draw.operand((m, k), dtype),
+        weights,
+        draw.operand(shape, narrow),
+        *((draw.operand(shape, narrow),) if has_zeros else ()),
+        *((draw.given(counts),) if has_groups else ()),
+        *((draw.operand(draw.one((n,), (m, 1), (m, n)), F32),) if has_epilogue else ()),
+    )
+
+    def plus_tanh(y, b):
+        return y + jnp.tanh(b * y)
+
+    def call(m, x, w, scales, *others):
+        zeros = others[0] if has_zeros else None
+        others = others[has_zeros:]
+        if has_groups:
+            return m.scaled_ragged_dot(x, w, *others, None, scales, rhs_zeros=zeros)
+        options = {"epilogue": plus_tanh, "operands": others} if has_epilogue else {}
+        return m.scaled_matmul(x, w, None, scales, rhs_zeros=zeros, **options)
+
+    def errors(result, x, w, scales, *others):
+        x, w = wide(x), wide(np.asarray(w).astype(np.float32))
+        scales, *zeros = (
+            np.broadcast_to(np.repeat(wide(y), group, -1)[..., :k], w.shape)
+            for y in (scales, *others[:has_zeros])
+        )
+        w = (w - zeros[0] if zeros else w) * scales
+        if has_groups:
+            of_row = np.searchsorted(np.cumsum(counts), np.arange(m), side="right")
+            masks = of_row == np.arange(experts)[:, None]
+            value, magnitude, _ = einsum("gmk,gnk->mn", masks[..., None] * x, w)
+        else:
+            value, magnitude = x @ w.mT, np.abs(x) @ np.abs(w).mT
+        # Weights are rounded to bfloat16, and for float16 to TF32 on a GPU.
+        of_weights = UNIT_ROUNDOFF[BF16] if dtype == BF16 else 0.0
+        if dtype == F16 and on_gpu():
+            of_weights = TF32_ROUNDOFF
+        slack = ((k + 4) * 2.0**-24 + of_weights) * magnitude
+        if has_epilogue:
+            b = wide(others[-1])
+            slack = (slack + 2.0**-22 * np.abs(value)) * (1 + np.abs(b)) + 2.0**-20
+            value = value + np.tanh(b * value)
+        return [compared(result, value, slack)]
+
+    text = f"groups of {group}" + (f", {counts.tolist()}" if has_groups else "")
+    return Call(name, text, operands, call, errors, is_plain=False)
+
+
 # Batches, several contracted dimensions, other orders, and vectors.
 _DIMENSIONS = (
     "mk,kn->mn", "amk,kn->amn", "mk,nk->mn", "km,nk->mn", "bmk,bkn->bmn", "amkl,kln->amn",
@@ -176,7 +276,14 @@ def fp8_dot_general(draw: Draw, name: str) -> Call:
 
 DESCRIPTIONS = [
     *describe(quantize, "quantize", derivatives=0, tolerance=0.07),
+    *describe(quantize_integers, "quantize, integers", derivatives=0, tolerance=0.3),
     *describe(row_quantize, "row_quantize", derivatives=0, tolerance=0.07),
     *describe(scaled_product, "scaled_matmul", "scaled_matmul, epilogue", "scaled_ragged_dot"),
+    *describe(
+        weights_product,
+        "scaled_matmul, weights",
+        "scaled_matmul, weights and epilogue",
+        "scaled_ragged_dot, weights",
+    ),
     *describe(fp8_dot_general, "fp8_dot_general", derivatives=1, tolerance=0.3),
 ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
@@ -22,18 +24,30 @@ _THREADS = 256
 _PATCH = 8
 _MAX_CTAS = 2**31 - 1
 QUANTIZED_DTYPES = (BF16, F16, F32)
+# Elements of a row that a scale may have besides whole rows, and the types of integers.
+GROUPS = (32, 64, BLOCK)
+INTEGERS = (np.dtype(ml_dtypes.int4), np.dtype(np.int8))
 # The first GPUs that convert to 8-bit floats.
 _CAPABILITY = (8, 9)
 
 
 def fp8_type(what: str, dtype: Any) -> np.dtype[Any]:
     """Return a type as one of 8-bit floats; ``what`` begins the message about another one."""
+    return _one_of(what, dtype, FP8, "float8_e4m3fn or float8_e5m2")
+
+
+def quantized_type(what: str, dtype: Any) -> np.dtype[Any]:
+    """Return a type as one of 8-bit floats and of 4- and 8-bit integers."""
+    return _one_of(what, dtype, (*FP8, *INTEGERS), "float8_e4m3fn, float8_e5m2, int4 or int8")
+
+
+def _one_of(what: str, dtype: Any, types: Collection[np.dtype[Any]], named: str) -> np.dtype[Any]:
     found: np.dtype[Any] | None = None
     with contextlib.suppress(TypeError):
         found = None if dtype is None else np.dtype(dtype)
-    if found is None or found not in FP8:
+    if found is None or found not in types:
         given = repr(dtype) if found is None else found
-        raise TypeError(f"{what} float8_e4m3fn or float8_e5m2, not {given}")
+        raise TypeError(f"{what} {named}, not {given}")
     return found
 
 

@@ -91,9 +91,13 @@ class ProductCall:
     accumulator: np.dtype[Any] | None = None
     pair: bool = False  # whether the function has the accumulators of two products
 
-    # The number of operands that are multiplied, and those in which a product is linear.
-    factors: ClassVar[int]
+    # Operands in which a product is linear.
     linear_in: ClassVar[Sequence[OperandGroup]]
+
+    @property
+    def factors(self) -> int:
+        """The number of operands that are multiplied."""
+        raise NotImplementedError
 
     @property
     def is_grouped(self) -> bool:
@@ -183,9 +187,7 @@ class ProductCall:
         def product(*factors: Array) -> list[Array]:
             return [self.multiply(*factors, out_dtype=self.out_dtype)]
 
-        (changed,) = tangents_out(
-            product, self.linear_in, primals[:n], tangents[:n], [pre_activation]
-        )
+        (changed,) = self.tangents_of_product(product, primals[:n], tangents[:n], [pre_activation])
         if type(changed) is not ad.Zero:
             changed = changed.astype(self.accumulator)
         read, moved = primals[self.factors :], tangents[self.factors :]
@@ -197,6 +199,12 @@ class ProductCall:
         ]
         kept = [i for i in range(len(out)) if not (added and i == saved)]
         return [results[i] for i in kept], [out[i] for i in kept]
+
+    def tangents_of_product(
+        self, product: Callable[..., Any], primals: Any, tangents: Any, results: Any
+    ) -> list[Any]:
+        """Return the tangents of one product without the function, whose results are given."""
+        return tangents_out(product, self.linear_in, primals, tangents, results)
 
     def saved(self) -> Saved | None:
         """Save the pre-activation, which a call that is differentiated stores."""

@@ -1,4 +1,4 @@
-"""Operands of 8-bit floats and their scales: checks, and the values that both stand for."""
+"""Operands that have scales: checks, and the values that both stand for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import Array
 
 from jax_tilekern.ops.quantisation.quantize import scales_of_elements
 from jax_tilekern.plans.gemm.arithmetic import FP8
-from jax_tilekern.plans.quantize import BLOCK
+from jax_tilekern.plans.quantize import BLOCK, GROUPS, INTEGERS, QUANTIZED_DTYPES
 
 
 def check_types(function: str, lhs: Array, rhs: Array, out: Any) -> None:
@@ -55,9 +55,74 @@ def check_scales(function: str, name: str, x: Array, scales: Array, rows: Sequen
         )
 
 
-def blocks_of(size: int) -> int:
+def check_weights(
+    function: str, x: Array, w: Array, scales: Array, zeros: Array | None, out: Any
+) -> None:
+    """Raise an error unless the operands of a product with quantised weights fit."""
+    if x.dtype not in QUANTIZED_DTYPES:
+        hint = "; 8-bit floats have lhs_scales" if x.dtype in FP8 else ""
+        raise TypeError(
+            f"{function} without lhs_scales multiplies bfloat16, float16 or float32, and lhs is "
+            f"{x.dtype}{hint}"
+        )
+    if w.dtype not in (*INTEGERS, *FP8):
+        raise TypeError(
+            f"{function} without lhs_scales has rhs of int4, int8, float8_e4m3fn or float8_e5m2, "
+            f"not {w.dtype}; jax_tilekern.quantize makes them"
+        )
+    check_result(function, out)
+    for name, each in (("lhs", x), ("rhs", w)):
+        if each.ndim < 2:
+            raise ValueError(f"{name} of {function} has at least 2 dimensions, not {each.shape}")
+    if x.shape[-1] != w.shape[-1]:
+        raise ValueError(
+            f"{function} contracts the last dimensions, which differ: lhs {x.shape}, rhs {w.shape}"
+        )
+    check_weight_scales(f"{function}: rhs", w, scales, zeros)
+
+
+def refuse_zeros(function: str, zeros: Array | None) -> None:
+    """Raise an error about zero points of a product whose operands are 8-bit floats."""
+    if zeros is not None:
+        raise TypeError(
+            f"{function} with lhs_scales multiplies 8-bit floats, which have no rhs_zeros; weights "
+            "have zero points, where lhs_scales is None"
+        )
+
+
+def check_weight_scales(what: str, w: Array, scales: Array, zeros: Array | None) -> None:
+    """Raise an error unless scales and zero points fit weights; ``what`` is their name."""
+    *leading, rows, k = w.shape
+    counts = dict.fromkeys((*(blocks_of(k, group) for group in reversed(GROUPS)), 1))
+    possible = [(*leading, r, c) for r in dict.fromkeys((rows, blocks_of(rows), 1)) for c in counts]
+    named = {"scales": scales} if zeros is None else {"scales": scales, "zeros": zeros}
+    for name, array in named.items():
+        if array.dtype not in QUANTIZED_DTYPES:
+            raise TypeError(f"{what}_{name} are float32, bfloat16 or float16, not {array.dtype}")
+    if scales.shape not in possible:
+        raise ValueError(
+            f"{what}_scales have shape {scales.shape}; weights of shape {w.shape} have scales of "
+            f"each {', '.join(map(str, GROUPS))} or all of {k}, of shape "
+            + " or ".join(map(str, possible))
+        )
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(
+            f"{what}_zeros have shape {zeros.shape}, and {what}_scales {scales.shape}; each scale "
+            "has a zero point"
+        )
+
+
+def blocks_of(size: int, block: int = BLOCK) -> int:
     """Return the number of blocks along a dimension."""
-    return -(-size // BLOCK)
+    return -(-size // block)
+
+
+def block_of_scales(count: int, size: int) -> int:
+    """Return the block along the contracted dimension, of which there are so many scales.
+
+    Different blocks have different numbers of scales, unless one scale serves all of the dimension.
+    """
+    return next(block for block in GROUPS if blocks_of(size, block) == count)
 
 
 def refuse_tangent(function: str, operand: int) -> None:
@@ -68,10 +133,22 @@ def refuse_tangent(function: str, operand: int) -> None:
     )
 
 
-def dequantized(x: Array, scales: Array) -> Array:
-    """Return values times the scales of their blocks, in float32."""
+def dequantized(x: Array, scales: Array, zeros: Array | None = None) -> Array:
+    """Return values, less their zero points, times the scales of their blocks, in float32."""
+    wide = x.astype(np.float32)
+    if zeros is not None:
+        wide = wide - of_elements(zeros, x)
+    return wide * of_elements(scales, x)
+
+
+def of_elements(scales: Array, x: Array) -> Array:
+    """Return the scales or zero points of blocks for the elements of ``x``, in float32.
+
+    What all of a dimension has is left to broadcast.
+    """
     for axis in (x.ndim - 2, x.ndim - 1):
-        size = x.shape[axis]
-        if scales.shape[axis] not in (1, size):
-            scales = scales_of_elements(scales, axis, size)
-    return x.astype(np.float32) * scales
+        size, count = x.shape[axis], scales.shape[axis]
+        if count not in (1, size):
+            block = BLOCK if axis == x.ndim - 2 else block_of_scales(count, size)
+            scales = scales_of_elements(scales, axis, size, block)
+    return scales.astype(np.float32)

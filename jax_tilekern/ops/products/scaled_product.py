@@ -39,6 +39,7 @@ from jax_tilekern.ops.products.epilogues import (
 )
 from jax_tilekern.ops.products.fused_lowering import fused_kernel
 from jax_tilekern.ops.products.groups import used
+from jax_tilekern.ops.products.scaled_call import ScaledPrimitive
 from jax_tilekern.ops.products.scaled_layout import (
     scaled_geometry,
     scales_in_memory,
@@ -85,29 +86,8 @@ class _Call(ProductCall):
 
     def multiply(self, *factors: Array, **others: Any) -> Array:
         own = {"contraction": self.contraction, "rows_last": self.rows_last, "out_dtype": _F32}
-        return scaled_product(*factors, **own | others)
-
-
-def scaled_product(*factors: Array, **params: Any) -> Array:
-    """Multiply without an epilogue."""
-    (result,) = _bind(*factors, **params)
-    return result  # type: ignore[no-any-return]
-
-
-def scaled_product_with_epilogue(
-    *factors: Array,
-    operands: Sequence[tuple[Array, Labels]],
-    function: ScalarFunction,
-    **params: Any,
-) -> list[Array]:
-    """Multiply, and apply a function to the elements, given its operands and their labels."""
-    compute = unfused if function.is_closure else _bind
-    labels = tuple(labels for _, labels in operands)
-    read = (x for x, _ in operands)
-    results: list[Array] = compute(
-        *factors, *read, function=function, operand_labels=labels, **params
-    )
-    return results
+        (result,) = _bind(*factors, **own | others)
+        return result  # type: ignore[no-any-return]
 
 
 # Meaning.
@@ -196,20 +176,28 @@ def _batch(
     mapped = [dims[i] is not None or dims[i + 2] is not None for i in (0, 1)] * 2
     mapped += [dim is not None for dim in dims[4:n]]
 
-    def moved(x: Array, dim: int | None, is_mapped: bool) -> Array:
-        if not is_mapped:
-            return x
-        if dim is None:
-            return jnp.broadcast_to(x, (axis_data.size, *x.shape))
-        return jnp.moveaxis(x, dim, 0)
-
     labels = call.contraction.mapped(*(0 if x else None for x in (*mapped[:2], *mapped[4:])))
     params["contraction"], new = labels, labels.out[0]
     if call.function is not None:
         own = zip(call.operand_labels, dims[n:], strict=True)
         params["operand_labels"] = tuple(labelled(x, new, dim) for x, dim in own)
-    factors = map(moved, operands[:n], dims[:n], mapped)
+    factors = batched_factors(axis_data.size, operands[:n], dims[:n], mapped)
     return _bind(*factors, *operands[n:], **params), out_dims
+
+
+def batched_factors(
+    size: int, operands: Sequence[Array], dims: Sequence[int | None], mapped: Sequence[bool]
+) -> list[Array]:
+    """Return operands with the mapped axis first, in those that are to have it."""
+
+    def moved(x: Array, dim: int | None, is_mapped: bool) -> Array:
+        if not is_mapped:
+            return x
+        if dim is None:
+            return jnp.broadcast_to(x, (size, *x.shape))
+        return jnp.moveaxis(x, dim, 0)
+
+    return [*map(moved, operands, dims, mapped)]
 
 
 def _sharding_rule(
@@ -375,3 +363,5 @@ _bind = define(
         saved=lambda **params: _Call(**params).saved(),
     )
 )
+
+SCALED = ScaledPrimitive(_bind, unfused)

@@ -1,4 +1,4 @@
-"""``quantize``: arrays of 8-bit floats with a scale for each block.
+"""``quantize``: arrays of 8-bit floats, or of 4- or 8-bit integers, with a scale for each block.
 
 Every platform gives the same bits. A reciprocal is rounded by integers, because XLA's division on
 GPUs is not rounded to nearest.
@@ -26,11 +26,13 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gemm.arithmetic import FP8
 from jax_tilekern.plans.quantize import (
     BLOCK,
+    GROUPS,
+    INTEGERS,
     QUANTIZED_DTYPES,
     Quantized,
     flag,
-    fp8_type,
     plan_quantize,
+    quantized_type,
 )
 from jax_tilekern.primitives.operation import (
     Operand,
@@ -43,16 +45,21 @@ from jax_tilekern.primitives.operation import (
 )
 
 Block = tuple[int | None, int | None]
-_BLOCKS: tuple[Block, ...] = ((1, BLOCK), (BLOCK, BLOCK), (1, None), (None, None))
+_BLOCKS: tuple[Block, ...] = (
+    *((1, group) for group in GROUPS),
+    (BLOCK, BLOCK),
+    (1, None),
+    (None, None),
+)
 # Blocks with smaller magnitudes count as zeros, so that subnormal numbers of float32, which some
 # platforms flush, round to zero in every block.
 _LEAST = np.float32(2.0**-90)
-_INVERSE_OF_MAX = dict(zip(FP8, map(np.float32, (1 / 448, 1 / 57344)), strict=True))
+_MAX = dict(zip((*FP8, *INTEGERS), (448, 57344, 7, 127), strict=True))
 # A byte that is NaN of either type.
 _NAN = np.uint8(0x7F)
 
 
-@jitted("block", "dtype", "power_of_two", "both")
+@jitted("block", "dtype", "power_of_two", "both", "symmetric")
 def quantize(
     x: ArrayLike,
     block: Block = (1, BLOCK),
@@ -60,8 +67,9 @@ def quantize(
     *,
     power_of_two: bool = False,
     both: bool = False,
+    symmetric: bool = True,
 ) -> Any:
-    """Round an array to 8-bit floats, with a scale for each block.
+    """Round an array to 8-bit floats or to small integers, with a scale for each block.
 
     A scale is the largest magnitude of the block times the reciprocal of the largest number of
     ``dtype``, both in float32. Values are rounded to nearest even after the multiplication by the
@@ -69,36 +77,44 @@ def quantize(
     same bits. There is no derivative; :func:`fp8_dot_general` has that of training.
 
     - A block without a magnitude of ``2**-90`` or more has scale 1, and zeros.
-    - NaN and infinities become NaN, and do not count for the scale.
+    - NaN and infinities become NaN, and do not count for the scale. Integers have no NaN, so the
+      scale of their block is NaN, and its values are 0.
 
     Parameters
     ----------
     x
         ``(..., R, C)`` of bfloat16, float16 or float32.
     block
-        Rows and columns of a block: ``(1, 128)``, ``(128, 128)``, ``(1, None)`` for whole rows or
-        ``(None, None)`` for whole matrices. Sizes need not be multiples of 128.
+        Rows and columns of a block: ``(1, 32)``, ``(1, 64)``, ``(1, 128)``, ``(128, 128)``,
+        ``(1, None)`` for whole rows or ``(None, None)`` for whole matrices. The last block of a row
+        or column may be short.
     dtype
-        float8_e4m3fn or float8_e5m2.
+        float8_e4m3fn, float8_e5m2, int4 or int8. Integers are between -7 and 7, or -127 and 127.
     power_of_two
         Whether scales are rounded up to powers of two.
     both
         Whether the transpose is quantised, too, from one read of ``x``: a product that contracts
         ``R`` takes it, because :func:`scaled_matmul` contracts last dimensions.
+    symmetric
+        If false, integers have a zero point for each block, and ``(values - zero) * scale`` is
+        close to ``x``. The scale is the distance of the least from the largest number of the block
+        and 0, over 15 or 255. The zero point is the integer that stands for 0.
 
     Returns
     -------
     tuple
         Values ``(..., R, C)``, and scales of float32, ``(..., R, ceil(C / 128))`` in blocks of
-        ``(1, 128)``. With ``both``, this pair, and the pair of the transpose: values
-        ``(..., C, R)`` and scales ``(..., C, ceil(R / 128))``.
+        ``(1, 128)``. If not ``symmetric``, zero points of float32 and the shape of the scales. With
+        ``both``, this tuple, and that of the transpose: values ``(..., C, R)`` and scales
+        ``(..., C, ceil(R / 128))``.
 
     Raises
     ------
     TypeError
         If a type is another one, or ``x`` has a tangent.
     ValueError
-        If a block is another one, or ``x`` has fewer than 2 dimensions.
+        If a block is another one, or ``x`` has fewer than 2 dimensions, or 8-bit floats are not
+        ``symmetric``.
 
     Examples
     --------
@@ -113,7 +129,7 @@ def quantize(
            [1.       ]], dtype=float32)
     """
     x = jnp.asarray(x)
-    quantized = fp8_type("quantize rounds to", dtype)
+    quantized = quantized_type("quantize rounds to", dtype)
     if x.dtype not in QUANTIZED_DTYPES:
         raise TypeError(f"quantize takes bfloat16, float16 or float32, not {x.dtype}")
     if block not in _BLOCKS:
@@ -121,56 +137,105 @@ def quantize(
     if x.ndim < 2:
         raise ValueError(f"quantize takes at least 2 dimensions, and x has shape {x.shape}")
     both = flag("both of quantize", both)
+    symmetric = flag("symmetric of quantize", symmetric)
+    if not symmetric and quantized not in INTEGERS:
+        raise ValueError(f"quantize has zero points of int4 and int8, not of {quantized}")
     params = {
         "dtype": quantized,
         "power_of_two": flag("power_of_two of quantize", power_of_two),
         "both": both,
+        "symmetric": symmetric,
     }
     bind = _bind if block[1] else _bind_whole
     results = bind(x, block=block, **params)
-    if block == (1, BLOCK):
-        results[1::2] = [jnp.swapaxes(scales, -1, -2) for scales in results[1::2]]
-    pair, transposed = tuple(results[:2]), tuple(results[2:])
-    return (pair, transposed) if both else pair
+    count = 2 if symmetric else 3
+    if _has_rows_last(block):
+        results = [
+            jnp.swapaxes(each, -1, -2) if i % count else each for i, each in enumerate(results)
+        ]
+    one, transposed = tuple(results[:count]), tuple(results[count:])
+    return (one, transposed) if both else one
 
 
-# Meaning. Scales of (1, 128) blocks have those of adjacent rows adjacent, as products read them.
+# Meaning. Scales of parts of rows have those of adjacent rows adjacent, as products read them.
+
+
+def _has_rows_last(block: Block) -> bool:
+    rows, columns = block
+    return rows == 1 and columns is not None
 
 
 def _reference(
-    x: Array, *, block: Block, dtype: np.dtype[Any], power_of_two: bool, both: bool
+    x: Array,
+    *,
+    block: Block,
+    dtype: np.dtype[Any],
+    power_of_two: bool,
+    both: bool,
+    symmetric: bool,
 ) -> list[Array]:
     x = x.astype(np.float32)
     results: list[Array] = []
     for each in (x, jnp.swapaxes(x, -1, -2)) if both else (x,):
-        values, scales = _quantized(each, block, dtype, power_of_two)
-        results += [values, jnp.swapaxes(scales, -1, -2) if block == (1, BLOCK) else scales]
+        values, *others = _quantized(each, block, dtype, power_of_two, symmetric)
+        of_blocks = [jnp.swapaxes(y, -1, -2) for y in others] if _has_rows_last(block) else others
+        results += [values, *of_blocks]
     return results
 
 
 def _quantized(
-    x: Array, block: Block, dtype: np.dtype[Any], power_of_two: bool
-) -> tuple[Array, Array]:
+    x: Array, block: Block, dtype: np.dtype[Any], power_of_two: bool, symmetric: bool
+) -> list[Array]:
     given, x = x, _in_whole_blocks(x, block)
+    axes = x.ndim - 2, x.ndim - 1
+
+    def max_of_blocks(x: Array) -> Array:
+        for axis, size in zip(axes, block, strict=True):
+            x = _max_of_blocks(x, axis, size)
+        return x
+
+    def of_elements(y: Array) -> Array:
+        for axis, size in zip(axes, block, strict=True):
+            if size not in (1, None):
+                y = scales_of_elements(y, axis, x.shape[axis], size)
+        return y
+
     finite = jnp.isfinite(x)
-    largest = jnp.where(finite, jnp.abs(x), 0)
-    for axis, size in zip((-2, -1), block, strict=True):
-        largest = _max_of_blocks(largest, axis % x.ndim, size)
-    scales = largest * _INVERSE_OF_MAX[dtype]
+    largest = max_of_blocks(jnp.where(finite, jnp.abs(x), 0))
+    if symmetric:
+        scales = largest * np.float32(1 / _MAX[dtype])
+    else:
+        least, most = -1 - _MAX[dtype], _MAX[dtype]
+        above, below = (max_of_blocks(jnp.where(finite & (y > 0), y, 0)) for y in (x, -x))
+        # The halves are exact, so a fused multiply-add has the same bits.
+        halves = above * np.float32(0.5) + below * np.float32(0.5)
+        scales = halves * np.float32(2 / (most - least))
     if power_of_two:
         scales = _power_of_two(scales)
     is_zero = largest < _LEAST
     factors = jnp.where(is_zero, np.float32(1), _reciprocal(scales))
     scales = jnp.where(is_zero, np.float32(1), scales)
-    for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
-        if size == BLOCK:
-            factors = scales_of_elements(factors, axis, x.shape[axis])
-    # XLA may change the bits of NaN where it selects 8-bit floats.
-    bits = lax.bitcast_convert_type((x * factors).astype(dtype), np.uint8)
-    values = lax.bitcast_convert_type(jnp.where(finite, bits, _NAN), dtype)
+    scaled = x * of_elements(factors)
+    results = [scales]
+    if dtype in FP8:
+        # XLA may change the bits of NaN where it selects 8-bit floats.
+        bits = lax.bitcast_convert_type(scaled.astype(dtype), np.uint8)
+        values = lax.bitcast_convert_type(jnp.where(finite, bits, _NAN), dtype)
+    else:
+        steps_of = lax.round(jnp.where(finite, scaled, 0), lax.RoundingMethod.TO_NEAREST_EVEN)
+        if symmetric:
+            values = jnp.clip(steps_of, -_MAX[dtype], _MAX[dtype]).astype(dtype)
+        else:
+            # The zero point of a block of zeros is 0.
+            lowest = lax.round(below * factors, lax.RoundingMethod.TO_NEAREST_EVEN)
+            zeros = jnp.where(is_zero, 0, jnp.clip(least + lowest, least, most))
+            values = jnp.clip(steps_of + of_elements(zeros), least, most).astype(dtype)
+            results.append(zeros)
+        has_nan = max_of_blocks(jnp.where(finite, np.float32(0), np.float32(1)))
+        results[0] = jnp.where(has_nan > 0, np.float32(np.nan), scales)
     if x is not given:
         values = jax.sharding.reshard(values, jax.typeof(given).sharding)
-    return values, scales
+    return [values, *results]
 
 
 def _in_whole_blocks(x: Array, block: Block) -> Array:
@@ -183,7 +248,7 @@ def _in_whole_blocks(x: Array, block: Block) -> Array:
         names = spec[axis] or ()
         names = (names,) if isinstance(names, str) else names
         parts = math.prod(sharding.mesh.shape[name] for name in names)
-        if size == BLOCK and parts > 1 and x.shape[axis] % (parts * BLOCK):
+        if size not in (1, None) and parts > 1 and x.shape[axis] % (parts * size):
             spec[axis] = None
     if spec == [*spec_of(x)]:
         return x
@@ -191,15 +256,15 @@ def _in_whole_blocks(x: Array, block: Block) -> Array:
     return whole
 
 
-def scales_of_elements(scales: Array, axis: int, size: int) -> Array:
+def scales_of_elements(scales: Array, axis: int, size: int, block: int = BLOCK) -> Array:
     """Repeat the scales of blocks for the ``size`` elements along an axis."""
     *leading, count = scales.shape[: axis + 1]
     following = scales.shape[axis + 1 :]
     # jnp.repeat refuses explicit axes.
     blocks = jnp.broadcast_to(
-        jnp.expand_dims(scales, axis + 1), (*leading, count, BLOCK, *following)
+        jnp.expand_dims(scales, axis + 1), (*leading, count, block, *following)
     )
-    elements = blocks.reshape(*leading, count * BLOCK, *following)
+    elements = blocks.reshape(*leading, count * block, *following)
     return lax.slice_in_dim(elements, 0, size, axis=axis)
 
 
@@ -255,14 +320,15 @@ def _batch(
     return results, [0] * len(results)
 
 
-def _sharding_rule(x: Any, *, block: Block, both: bool, **_: Any) -> ShardingRule:
+def _sharding_rule(x: Any, *, block: Block, both: bool, symmetric: bool, **_: Any) -> ShardingRule:
     """Let devices share whole blocks, of a dimension that consists of several."""
     labels = tuple(range(x.ndim))
     *leading, row, column = labels
     first = (row, column) if block == (BLOCK, BLOCK) else (column, row)
-    results = [labels, (*leading, *first)]
+    of_blocks = 1 if symmetric else 2
+    results = [labels, *[(*leading, *first)] * of_blocks]
     if both:
-        results += [(*leading, column, row), (*leading, *first[::-1])]
+        results += [(*leading, column, row), *[(*leading, *first[::-1])] * of_blocks]
     rule = ShardingRule(
         (labels,),
         tuple(results),
@@ -270,7 +336,8 @@ def _sharding_rule(x: Any, *, block: Block, both: bool, **_: Any) -> ShardingRul
         flops=x.size,
         names={label: f"axis {label}" for label in labels},
     )
-    return rule.in_blocks((column, row) if both or block[0] == BLOCK else (column,), BLOCK)
+    assert block[1] is not None
+    return rule.in_blocks((column, row) if both or block[0] == BLOCK else (column,), block[1])
 
 
 # Lowering.
@@ -288,7 +355,12 @@ def _cuda(
     dtype: np.dtype[Any],
     power_of_two: bool,
     both: bool,
+    symmetric: bool,
 ) -> Outcome:
+    if dtype not in FP8 or block[1] != BLOCK:
+        return _by_xla(
+            block=block, dtype=dtype, power_of_two=power_of_two, both=both, symmetric=symmetric
+        )
     (x,) = operands
     *leading, rows, columns = x.aval.shape
     problem = Quantized(
@@ -298,9 +370,10 @@ def _cuda(
     return planned_kernel([x.value], plan_quantize, problem)
 
 
-def _described(*, block: Block, dtype: np.dtype[Any], both: bool, **_: Any) -> str:
+def _described(*, block: Block, dtype: np.dtype[Any], both: bool, symmetric: bool, **_: Any) -> str:
     rows, columns = ("all" if size is None else size for size in block)
-    return f"quantize in blocks of {rows}x{columns} to {dtype}{', both' if both else ''}"
+    others = f"{', both' if both else ''}{'' if symmetric else ', with zero points'}"
+    return f"quantize in blocks of {rows}x{columns} to {dtype}{others}"
 
 
 def _operation(name: str, cuda: Callable[..., Outcome], **rules: Any) -> Callable[..., list[Array]]:

@@ -1,0 +1,90 @@
+"""A call of a product that has scales, as its public functions have it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+
+from jax_tilekern.epilogue.scalar_function import Role, trace_scalars
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.products.epilogues import elementwise_function, with_blocks_last
+from jax_tilekern.ops.products.fused_contraction import labelled_operands
+from jax_tilekern.plans.gemm.arithmetic import F32, TYPES
+from jax_tilekern.primitives.operation import Params
+
+
+class ScaledPrimitive(NamedTuple):
+    """A product that has scales: what binds it, and what computes its epilogue in XLA."""
+
+    bind: Callable[..., list[Array]]
+    unfused: Callable[..., list[Array]]
+
+
+def scaled_call(
+    primitive: ScaledPrimitive,
+    factors: Sequence[Array],
+    bounds: Sequence[Array] = (),
+    *,
+    layout: Params,
+    out_dtype: np.dtype[Any],
+    shape: Sequence[int],
+    role: Role,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[Any] = (),
+    group_operands: Sequence[Any] = (),
+    out_sharding: NamedSharding | None = None,
+) -> Any:
+    """Multiply in float32, and apply an epilogue if there is one.
+
+    Parameters
+    ----------
+    factors, bounds
+        Operands that are multiplied and their scales, and the bounds of groups if there are any.
+    layout
+        Parameters of the primitive without the type of the result: the contraction and others.
+    out_dtype, shape
+        Type of the result, and shape of the product.
+    role
+        What errors call the epilogue.
+    epilogue, operands, group_operands, out_sharding
+        As in ``contract_with_epilogue``.
+    """
+    contraction = layout["contraction"]
+
+    def product(dtype: np.dtype[Any]) -> Array:
+        def multiply(*operands: Array) -> Array:
+            (result,) = primitive.bind(*operands, **layout, out_dtype=dtype)
+            return result
+
+        result: Array = compat.with_automatic_axes(multiply, out_sharding)(*factors, *bounds)
+        return result
+
+    def rounded() -> Array:
+        own = out_dtype if out_dtype in TYPES["fp8"].results else F32
+        return product(own).astype(out_dtype)
+
+    if epilogue is None:
+        return rounded()
+    dtypes = [jnp.asarray(x).dtype for x in (*operands, *group_operands)]
+    function, closed_over, nested = trace_scalars(epilogue, F32, out_dtype, dtypes, role)
+    if function.is_identity:
+        return nested([rounded()])
+    read = labelled_operands(
+        operands, group_operands, *bounds, contraction=contraction, shape=shape, role=role
+    )
+    read += [(jnp.asarray(x), ()) for x in closed_over]
+    arrays, labels = [x for x, _ in read], tuple(labels for _, labels in read)
+    if out_sharding is None:
+        compute = primitive.unfused if function.is_closure else primitive.bind
+        call = functools.partial(compute, function=function, operand_labels=labels)
+        results = call(*factors, *bounds, *arrays, **layout, out_dtype=out_dtype)
+    else:
+        elementwise = elementwise_function(function, contraction, labels)
+        results = elementwise(product(F32), *bounds, *arrays)
+    return nested(with_blocks_last(results, function))
