@@ -13,14 +13,9 @@ from sharded import AUTO, collectives, devices, mesh_of, put
 import jax_tilekern as jtk
 from benchmarks.catalog.oracles import ORACLES
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.attention import blocks
-from jax_tilekern.ops.attention.scores import (
-    Scores,
-    score_jaxpr,
-    slope_jaxpr,
-    traced,
-    visible_jaxpr,
-)
+from jax_tilekern.ops.attention import block_loop
+from jax_tilekern.ops.attention.index_functions import traced
+from jax_tilekern.ops.attention.scores import Scores, score_jaxpr, slope_jaxpr, visible_jaxpr
 from jax_tilekern.partitioning import params_text
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
@@ -43,9 +38,9 @@ LENGTHS = jnp.array([5, 0], jnp.int32)
 def block_sizes(request, monkeypatch):
     """Blocks of a few queries, or of all."""
     if request.param == "many blocks":
-        monkeypatch.setattr(blocks, "_SCORES", 200)
-        monkeypatch.setattr(blocks, "_SCORES_OF_GPU", 200)
-        monkeypatch.setattr(blocks, "_FEW_QUERIES", 3)
+        monkeypatch.setattr(block_loop, "_SCORES", 200)
+        monkeypatch.setattr(block_loop, "_SCORES_OF_GPU", 200)
+        monkeypatch.setattr(block_loop, "_FEW_QUERIES", 3)
         jax.clear_caches()
         yield
         jax.clear_caches()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.attention.scores import Scores, traced, visible_jaxpr
+from jax_tilekern.ops.attention.index_functions import traced
+from jax_tilekern.ops.attention.scores import Scores, visible_jaxpr
 from jax_tilekern.ops.attention.tile_map import ALL, NONE, SOME, tile_kinds, tile_lists
 
 B, N, T, S = 2, 3, 70, 90

@@ -18,9 +18,10 @@ from benchmarks.catalog.oracles import ORACLES
 from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.ops.attention import kernel_lowering
+from jax_tilekern.ops.attention.index_functions import traced
 from jax_tilekern.ops.attention.score_numbers import score_numbers
 from jax_tilekern.ops.attention.score_text import score_text
-from jax_tilekern.ops.attention.scores import Scores, traced
+from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.plans.attention import problem as problems
 from jax_tilekern.plans.attention import sm90
 from jax_tilekern.plans.gpu import known_gpu

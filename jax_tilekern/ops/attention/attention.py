@@ -18,7 +18,8 @@ from jax_tilekern.ops.arguments import integer, number
 from jax_tilekern.ops.attention import primitives
 from jax_tilekern.ops.attention.blocks import score_type
 from jax_tilekern.ops.attention.choice import has_kernels
-from jax_tilekern.ops.attention.scores import Scores, traced
+from jax_tilekern.ops.attention.index_functions import traced
+from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.ops.jitted import MOST_FUNCTIONS, jitted
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 

@@ -20,10 +20,10 @@ from jax import Array
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
+from jax_tilekern.ops.attention.index_functions import IndexFunction, closed
 from jax_tilekern.ops.attention.scores import (
-    IndexFunction,
+    Element,
     Scores,
-    closed,
     of_whole,
     score_as_jaxpr,
     score_of,
@@ -80,8 +80,8 @@ class ScoreNumbers:
     def derivatives_jaxpr(self, scores: Scores, arrays: Sequence[Any]) -> Any:
         """Return ``slope_jaxpr`` with the derivatives by the numbers behind."""
 
-        def derivatives(scores: Scores, own: Any, s: Any, *indices: Any) -> list[Any]:
-            b, h, *_ = of_whole(own.origins, *indices)
+        def derivatives(scores: Scores, own: Any, s: Any, place: Element) -> list[Any]:
+            b, h, *_ = of_whole(own.origins, *place)
             given = [s, *self.values(b, h, *own.of_score)]
 
             def along(i: int) -> list[Any]:
@@ -89,7 +89,7 @@ class ScoreNumbers:
                     moved = [*given[:i], x, *given[i + 1 :]]
                     function: Any = functools.partial(self.score, moved[1:])
                     moving = dataclasses.replace(scores, score_mod=function)
-                    return score_of(moving, own, moved[0], *indices)
+                    return score_of(moving, own, moved[0], place)
 
                 return [*jax.jvp(of_one, [given[i]], [jnp.ones_like(given[i])])]
 

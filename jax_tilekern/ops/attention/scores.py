@@ -18,198 +18,17 @@ first head and the first query of the part, are the last operand where devices s
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
-from jax_tilekern.epilogue.plain_data import from_equations, to_equations
-from jax_tilekern.epilogue.scalar_function import evaluate_without_names, takes
-from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
-from jax_tilekern.ops.jitted import MOST_FUNCTIONS, UserFunction
-from jax_tilekern.partitioning import params_text
-
-INDEX = jax.core.ShapedArray((), np.dtype(np.int32))
-_NOT_JAX_ARRAYS = (np.ndarray, np.generic, bool, int, float, complex)
-
-
-@dataclass(frozen=True, eq=False)
-class IndexFunction:
-    """A function of the user's: of a score or not, of four indices, and of arrays that it reads."""
-
-    name: str  # what explain calls it
-    jaxpr: compat.ClosedJaxpr  # (*scalars, *arrays) -> one scalar, without constants
-    scalars: int  # 5 for a score and the indices, 4 for the indices
-
-    @property
-    def dtypes(self) -> frozenset[Any]:
-        """Types of all values, which decide the modes of rules."""
-        equations = compat.leaf_equations(self.jaxpr.jaxpr)
-        avals = [x.aval for eqn in equations for x in (*eqn.invars, *eqn.outvars)]
-        dtypes = (getattr(x, "dtype", None) for x in (*self.jaxpr.in_avals, *avals))
-        return frozenset(x for x in dtypes if isinstance(x, np.dtype))
-
-    @property
-    def arrays(self) -> int:
-        """How many arrays it reads."""
-        return len(self.jaxpr.in_avals) - self.scalars
-
-    def __call__(self, *operands: Any) -> Any:
-        return evaluate_without_names(self.jaxpr.jaxpr, len(operands), *operands)[0]
-
-    def over_indices(self, *operands: Any) -> Array:
-        """Return the function of vectors of indices, and of scores ``(b, h, q, k)``."""
-        function: Callable[..., Any] = self.__call__
-        for index in reversed(range(4)):
-            axes: list[int | None] = [None] * len(operands)
-            axes[self.scalars - 4 + index] = 0
-            if self.scalars == 5:
-                axes[0] = 0
-            function = jax.vmap(function, in_axes=tuple(axes))
-        result: Array = compat.staged(function)(*operands)
-        return result
-
-    def reads(self, index: int) -> bool:
-        """Whether the result may depend on an index: of the batch, head, query or key."""
-        jaxpr = self.jaxpr.jaxpr
-        var = jaxpr.invars[self.scalars - 4 + index]
-        return var in jaxpr.outvars or any(var in x.invars for x in jaxpr.eqns)
-
-    def mapped(self, count: int, batch: int, is_mapped: Sequence[bool]) -> IndexFunction:
-        """Return the function for ``count * batch`` elements, of which mapped arrays have a part.
-
-        A mapped array has a leading dimension of ``count``.
-        """
-        n = self.scalars
-        if not (self.reads(0) or any(is_mapped)):
-            return self
-
-        def function(*operands: Any) -> Any:
-            scalars, arrays = list(operands[:n]), operands[n:]
-            b, size = scalars[n - 4], np.int32(max(1, batch))
-            number, scalars[n - 4] = lax.div(b, size), lax.rem(b, size)
-            own = (
-                x.at[number].get(mode="promise_in_bounds") if leads else x
-                for x, leads in zip(arrays, is_mapped, strict=True)
-            )
-            return self(*scalars, *own)
-
-        avals = [
-            x.update(shape=(count, *x.shape)) if leads else x
-            for x, leads in zip(self.jaxpr.in_avals[n:], is_mapped, strict=True)
-        ]
-        return dataclasses.replace(self, jaxpr=closed(function, *self.jaxpr.in_avals[:n], *avals))
-
-
-def _to_data(function: IndexFunction) -> dict[str, Any] | None:
-    """Return a function as plain data; one with a derivative of its own has none."""
-    avals = function.jaxpr.in_avals
-    types = [getattr(x, "dtype", None) for x in avals]
-    equations = function.jaxpr.jaxpr.eqns
-    if not all(isinstance(x, np.dtype) for x in types) or any(map(compat.jaxprs_of, equations)):
-        return None
-    found = to_equations(function.jaxpr)
-    return found and {
-        "name": function.name,
-        "scalars": function.scalars,
-        "types": tuple(zip(types, (x.shape for x in avals), strict=True)),
-        **found,
-    }
-
-
-def _from_data(data: dict[str, Any]) -> IndexFunction:
-    avals = [jax.core.ShapedArray(shape, dtype) for dtype, shape in data["types"]]
-    # XLA calls this function on its own thread, where the user's configuration is not set.
-    with jax.enable_x64(True):
-        jaxpr = closed(from_equations(data), *avals)
-    return IndexFunction(data["name"], jaxpr, data["scalars"])
-
-
-params_text.register(IndexFunction, _to_data, _from_data)
-
-
-def closed(function: Callable[..., Any], *avals: Any) -> Any:
-    """Trace a function whose types have no mesh."""
-    with compat.without_mesh():
-        return jax.make_jaxpr(function)(*avals)
-
-
-def traced(
-    function: Callable[..., Any], argument: str, score: np.dtype[Any] | None
-) -> tuple[IndexFunction, list[Array]]:
-    """Trace a function of the user's; return it with the arrays that it closes over.
-
-    ``score`` is the type of its first operand and of its result; without one it is a mask.
-
-    Raises
-    ------
-    TypeError
-        If it does not take these operands, or does not return such a scalar.
-    """
-    if not callable(function):
-        raise TypeError(f"attention: {argument} is {function!r}; it is a function of scalars")
-    user = UserFunction(function)
-    if _has_tracers(user.read):
-        return _traced(function, argument, score)
-    kept: list[tuple[IndexFunction, list[Array]]] = _kept(user, argument, score)
-    if kept:
-        return kept[0]
-    found = _traced(function, argument, score)
-    if not _has_tracers(found[1]):
-        kept.append(found)
-    return found
-
-
-def _has_tracers(values: Sequence[Any]) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
-
-
-@compat.cached(max_size=MOST_FUNCTIONS)
-def _kept(*_: Any) -> list[tuple[IndexFunction, list[Array]]]:
-    """Return where a function that is traced for some types is kept, if it reads no tracers."""
-    return []
-
-
-def _traced(
-    function: Callable[..., Any], argument: str, score: np.dtype[Any] | None
-) -> tuple[IndexFunction, list[Array]]:
-    scalars = [INDEX] * 4 if score is None else [jax.core.ShapedArray((), score), *[INDEX] * 4]
-    name = getattr(function, "__name__", type(function).__name__)
-    called = f"attention: {argument} {name}"
-    if not takes(function, len(scalars)):
-        first = "" if score is None else "score, "
-        raise TypeError(
-            f"{called} does not take {len(scalars)} scalars, ({first}batch, head, query_index, "
-            "key_index)"
-        )
-    # Arrays that vary over a mesh become operands, whose types say nothing of it.
-    with compat.without_casts_to_varying():
-        # make_jaxpr keeps what it traced of a function, whatever the function reads since.
-        traced, result = jax.make_jaxpr(lambda *x: function(*x), return_shape=True)(*scalars)
-    if getattr(result, "shape", None) != ():
-        raise TypeError(f"{called} returns {result}; it must return one scalar")
-    kind, wanted = ("b", "a boolean") if score is None else ("f", "a real number")
-    kind_of_result = "f" if jnp.issubdtype(result.dtype, jnp.floating) else result.dtype.kind
-    if kind_of_result != kind and not (kind == "f" and kind_of_result in "iu"):
-        raise TypeError(f"{called} returns {result.dtype}; it must return {wanted}")
-    if traced.effects:
-        raise TypeError(f"{called} has a side effect; it is evaluated any number of times")
-    consts = [jnp.asarray(x) if isinstance(x, _NOT_JAX_ARRAYS) else x for x in traced.consts]
-
-    def converted(*values: Any) -> Any:
-        own, arrays = values[: len(scalars)], values[len(scalars) :]
-        (found,) = evaluate_without_names(traced.jaxpr, len(own), *own, *arrays)
-        return found if score is None else jnp.asarray(found).astype(score)
-
-    types = (jax.core.ShapedArray(jnp.shape(x), jax.typeof(x).dtype) for x in consts)
-    found = IndexFunction(name, closed(converted, *scalars, *types), len(scalars))
-    # Functions of the same equations have one program.
-    return params_text.shared(found), consts
+from jax_tilekern.ops.attention.index_functions import INDEX, IndexFunction, closed
 
 
 class Arrays(NamedTuple):
@@ -344,19 +163,49 @@ class Scores:
         return ", ".join(words)
 
 
-# As functions of scalars, for kernels.
+# What the description means, at an element and in a block.
 
 
-def _element(x: Any, divisor: int | None, origins: Any, b: Any, *others: Any) -> Any:
-    """Return an element of an array of which any dimension may be 1."""
-    first = b
-    if divisor is not None:
-        first = lax.div(b if origins is None else b + origins[0], np.int32(divisor))
-        first = lax.rem(first, np.int32(x.shape[0]))
-    indices = [
-        0 if size == 1 else index for size, index in zip(x.shape, (first, *others), strict=True)
-    ]
-    return x.at[tuple(indices)].get(mode="promise_in_bounds")
+class Place(Protocol):
+    """Where scores are computed. Indices are those in the whole call if there are ``origins``."""
+
+    def query_and_key(self, origins: Any) -> tuple[Any, Any]:
+        """Return the indices of queries and keys, which broadcast to scores."""
+
+    def part(self, x: Any, divisor: int | None, origins: Any) -> Any:
+        """Return what an array of the call has for the scores; see ``Scores.named``."""
+
+    def values(
+        self, function: IndexFunction, origins: Any, score: Sequence[Any], arrays: Sequence[Any]
+    ) -> Any:
+        """Return a function of the user's of a score, if it has one, the indices, and arrays."""
+
+
+class Element(NamedTuple):
+    """The place of one score."""
+
+    batch: Any
+    head: Any
+    query: Any
+    key: Any
+
+    def query_and_key(self, origins: Any) -> tuple[Any, Any]:
+        _, _, query, key = of_whole(origins, *self)
+        return query, key
+
+    def part(self, x: Any, divisor: int | None, origins: Any) -> Any:
+        first = self.batch
+        if divisor is not None:
+            first = lax.div(first if origins is None else first + origins[0], np.int32(divisor))
+            first = lax.rem(first, np.int32(x.shape[0]))
+        indices = zip(x.shape, (first, *self[1 : x.ndim]), strict=True)
+        position = tuple(0 if size == 1 else index for size, index in indices)
+        return x.at[position].get(mode="promise_in_bounds")
+
+    def values(
+        self, function: IndexFunction, origins: Any, score: Sequence[Any], arrays: Sequence[Any]
+    ) -> Any:
+        return function(*score, *of_whole(origins, *self), *arrays)
 
 
 def of_whole(origins: Any, *indices: Any) -> list[Any]:
@@ -366,42 +215,43 @@ def of_whole(origins: Any, *indices: Any) -> list[Any]:
     return [*(x + origins[i] for i, x in enumerate(indices[:3])), indices[3]]
 
 
-def score_of(scores: Scores, arrays: Arrays, s: Any, *indices: Any) -> Any:
+def score_of(scores: Scores, arrays: Arrays, s: Any, place: Place) -> Any:
+    """Return scores from scaled products."""
     if arrays.bias is not None:
-        bias = _element(arrays.bias, scores.divisor("bias"), arrays.origins, *indices)
+        bias = place.part(arrays.bias, scores.divisor("bias"), arrays.origins)
         s = s + bias.astype(s.dtype)
     if scores.score_mod is not None:
-        s = scores.score_mod(s, *of_whole(arrays.origins, *indices), *arrays.of_score)
+        s = place.values(scores.score_mod, arrays.origins, [s], arrays.of_score)
     return s
 
 
-def _visible(scores: Scores, arrays: Arrays, *indices: Any) -> Any:
-    b, h, q, k = of_whole(arrays.origins, *indices)
+def visible_of(scores: Scores, arrays: Arrays, place: Place) -> Any:
+    """Return which keys queries see; ``None`` for all."""
+
+    def part(name: str) -> Any:
+        return place.part(getattr(arrays, name), scores.divisor(name), arrays.origins)
+
+    q, k = place.query_and_key(arrays.origins)
     found = []
     if arrays.mask is not None:
-        found.append(_element(arrays.mask, scores.divisor("mask"), arrays.origins, *indices))
-    for name, index in (("query_lengths", q), ("key_lengths", k)):
-        if (lengths := getattr(arrays, name)) is not None:
-            own = _element(lengths, scores.divisor(name), arrays.origins, indices[0])
-            found.append(index < own)
-    found += window_conditions(scores, q, k)
-    if scores.mask_mod is not None:
-        found.append(scores.mask_mod(b, h, q, k, *arrays.of_mask))
-    result = found[0]
-    for other in found[1:]:
-        result = result & other
-    return result
-
-
-def window_conditions(scores: Scores, q: Any, k: Any) -> list[Any]:
-    """Return the conditions on a query and a key of a causal call, and of one with a window."""
-    found = [k <= q] if scores.is_causal else []
+        found.append(part("mask"))
+    if arrays.query_lengths is not None:
+        found.append(q < part("query_lengths"))
+    if arrays.key_lengths is not None:
+        found.append(k < part("key_lengths"))
+    if scores.is_causal:
+        found.append(k <= q)
     if scores.window is not None:
         before, after = scores.window
         found.append(q - before <= k)
         if not scores.is_causal:
             found.append(k <= q + after)
-    return found
+    if scores.mask_mod is not None:
+        found.append(place.values(scores.mask_mod, arrays.origins, [], arrays.of_mask))
+    return functools.reduce(lambda x, y: x & y, found) if found else None
+
+
+# As jaxprs of scalars, for kernels.
 
 
 def score_jaxpr(scores: Scores, score: np.dtype[Any], arrays: Sequence[Any]) -> Any:
@@ -416,11 +266,8 @@ def score_jaxpr(scores: Scores, score: np.dtype[Any], arrays: Sequence[Any]) -> 
 def slope_jaxpr(scores: Scores, score: np.dtype[Any], arrays: Sequence[Any]) -> Any:
     """Return ``(s, b, h, q, k, *score_arrays) -> (score, derivative by s)``, or ``None``."""
 
-    def with_slope(scores: Scores, own: Arrays, s: Any, *indices: Any) -> Any:
-        def of_s(s: Any) -> Any:
-            return score_of(scores, own, s, *indices)
-
-        return jax.jvp(of_s, [s], [jnp.ones_like(s)])
+    def with_slope(scores: Scores, own: Arrays, s: Any, place: Element) -> Any:
+        return jax.jvp(lambda s: score_of(scores, own, s, place), [s], [jnp.ones_like(s)])
 
     return score_as_jaxpr(with_slope, scores, score, arrays)
 
@@ -428,7 +275,7 @@ def slope_jaxpr(scores: Scores, score: np.dtype[Any], arrays: Sequence[Any]) -> 
 def score_as_jaxpr(
     function: Callable[..., Any], scores: Scores, score: np.dtype[Any], arrays: Sequence[Any]
 ) -> Any:
-    """Return ``function(scores, arrays by their use, s, *indices)`` as ``score_jaxpr`` is."""
+    """Return ``function(scores, arrays by their use, s, place)`` as ``score_jaxpr`` is."""
     if not scores.has_score:
         return None
     n = scores.score_arrays
@@ -437,7 +284,7 @@ def score_as_jaxpr(
     def of_read(s: Any, *values: Any) -> Any:
         indices, read = values[:4], values[4:]
         own = scores.by_use([*read[:n], *others, *read[n:]])
-        return function(scores, own, s, *indices)
+        return function(scores, own, s, Element(*indices))
 
     read = [*arrays[:n], *arrays[len(scores.kinds) :]]
     avals = [jax.core.ShapedArray((), score), *[INDEX] * 4, *map(_type, read)]
@@ -454,7 +301,8 @@ def visible_jaxpr(scores: Scores, arrays: Sequence[Any]) -> Any:
     n = scores.score_arrays
 
     def of_read(*values: Any) -> Any:
-        return _visible(scores, scores.by_use([*[None] * n, *values[4:]]), *values[:4])
+        own = scores.by_use([*[None] * n, *values[4:]])
+        return visible_of(scores, own, Element(*values[:4]))
 
     return closed(of_read, *[INDEX] * 4, *map(_type, arrays[n:]))
 
