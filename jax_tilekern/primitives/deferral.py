@@ -12,10 +12,11 @@ does not, as where a part of a program is lowered for XLA's partitioner, no call
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -35,10 +36,7 @@ Rule = Callable[..., Sequence[Any]]
 
 
 class _Deferred(Exception):
-    """A thread makes the plan of the call that is lowered."""
-
-    def __init__(self, plan: Future[Any]) -> None:
-        self.plan = plan
+    """The call that is lowered is deferred."""
 
 
 def lower_or_defer(rule: Rule, ctx: Any, *values: Any) -> Sequence[Any]:
@@ -47,17 +45,17 @@ def lower_or_defer(rule: Rule, ctx: Any, *values: Any) -> Sequence[Any]:
     A rule emits nothing before it plans. ``explain`` lists calls as they are lowered, so they are
     not deferred there.
     """
-    module = _lowering.modules[-1] if _lowering.modules else None
+    module = _lowering.module
     if module is None or is_recorded():
         return rule(ctx, *values)
-    outer, _lowering.plans = _lowering.plans, module
+    outer, module.may_defer = module.may_defer, True
     try:
         return rule(ctx, *values)
-    except _Deferred as deferred:
-        plan = deferred.plan
+    except _Deferred:
+        pass
     finally:
-        _lowering.plans = outer
-    return module.defer(rule, ctx, values, plan)
+        module.may_defer = outer
+    return module.defer(rule, ctx, values)
 
 
 def plan(planner: Callable[..., Any], *arguments: Any) -> Any:
@@ -65,9 +63,10 @@ def plan(planner: Callable[..., Any], *arguments: Any) -> Any:
 
     The planner may run twice, the first time in another thread, under the settings of this one.
     """
-    if _lowering.plans is None:
+    module = _lowering.module
+    if module is None or not module.may_defer:
         return planner(*arguments)
-    return _lowering.plans.plan(planner, *arguments)
+    return module.plan(planner, *arguments)
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class _Call:
 
     rule: Rule
     ctx: Any
-    plan: Future[Any]
     settings: Settings
     # Which operands are arguments of the function that the call is in.
     are_arguments: Sequence[bool]
@@ -84,7 +82,6 @@ class _Call:
     functions: Any
 
     def lower(self, stand_in: Any) -> None:
-        self.plan.exception()  # The rule raises it.
         module = self.ctx.module_context
         end, module.ip = module.ip, ir.InsertionPoint(self.functions)
         try:
@@ -124,11 +121,12 @@ class _Module:
     """A module that a thread lowers."""
 
     def __init__(self) -> None:
+        self.may_defer = False  # the call that is lowered
         # What is handled, if anything, when lowering begins.
         self._exception = sys.exc_info()[1]
         self._calls: list[_Call] = []
+        # Plans that threads make, by their arguments.
         self._plans: dict[Hashable, Future[Any]] = {}
-        self._threads: ThreadPoolExecutor | None = None
 
     def plan(self, planner: Callable[..., Any], *arguments: Any) -> Any:
         settings = current_settings()
@@ -143,7 +141,7 @@ class _Module:
                     found = planner(*arguments)
             except NotCompiled:
                 try:
-                    self._plans[key] = self._start(settings, planner, *arguments)
+                    self._plans[key] = self._threads.submit(_under, settings, planner, *arguments)
                 except RuntimeError:
                     # While the interpreter exits, no thread can be started.
                     return planner(*arguments)
@@ -151,22 +149,13 @@ class _Module:
                 # The order of functions in the module must not depend on when kernels are compiled.
                 if not self._calls or not isinstance(found, LaunchPlan):
                     return found
-                self._plans[key] = Future()
-                self._plans[key].set_result(found)
-        raise _Deferred(self._plans[key])
+        raise _Deferred
 
-    def _start(self, settings: Settings, planner: Callable[..., Any], *arguments: Any) -> Any:
-        def run() -> Any:
-            with entered(settings):
-                return planner(*arguments)
+    @functools.cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor()
 
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor()
-        return self._threads.submit(run)
-
-    def defer(
-        self, rule: Rule, ctx: Any, values: Sequence[Any], plan: Future[Any]
-    ) -> Sequence[Any]:
+    def defer(self, rule: Rule, ctx: Any, values: Sequence[Any]) -> Sequence[Any]:
         module = ctx.module_context
         types = [mlir.aval_to_ir_type(module, aval) for aval in ctx.avals_out]
         number = str(len(self._calls))
@@ -180,7 +169,7 @@ class _Module:
             func.ReturnOp([])
         module.symbol_table.insert(functions)
         are_arguments = [isinstance(value.owner, ir.Block) for value in values]
-        self._calls.append(_Call(rule, ctx, plan, current_settings(), are_arguments, functions))
+        self._calls.append(_Call(rule, ctx, current_settings(), are_arguments, functions))
         results: Sequence[Any] = stand_in.results
         return results
 
@@ -188,22 +177,29 @@ class _Module:
         """Lower the deferred calls, unless lowering the others has raised an exception."""
         try:
             if self._calls and sys.exc_info()[1] is self._exception:
-                self._lower_calls(self._calls[0].ctx.module_context)
+                # The rules raise the exceptions of the plans.
+                wait(self._plans.values())
+                module = self._calls[0].ctx.module_context
+                with module.context:
+                    for number, stand_in in _stand_ins(module.module):
+                        self._calls[number].lower(stand_in)
+                    for call in self._calls:
+                        module.symbol_table.erase(call.functions)
         finally:
-            if self._threads is not None:
+            if self._plans:
                 self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _lower_calls(self, module: Any) -> None:
-        # JAX copies or drops what it has lowered where it inlines functions.
-        with module.context:
-            for number, stand_in in sorted(_stand_ins(module.module), key=itemgetter(0)):
-                self._calls[number].lower(stand_in)
-            for call in self._calls:
-                module.symbol_table.erase(call.functions)
+
+def _under(settings: Settings, planner: Callable[..., Any], *arguments: Any) -> Any:
+    with entered(settings):
+        return planner(*arguments)
 
 
 def _stand_ins(module: Any) -> list[tuple[int, Any]]:
-    """Return the number of a deferred call, and what stands for it, for each place of one."""
+    """Return the number of a deferred call, and what stands for it, for each place of one.
+
+    JAX copies or drops what it has lowered where it inlines functions.
+    """
     found: list[tuple[int, Any]] = []
 
     def visit(operation: Any) -> Any:
@@ -214,16 +210,21 @@ def _stand_ins(module: Any) -> list[tuple[int, Any]]:
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
-    return found
+    return sorted(found, key=itemgetter(0))
 
 
 class _Lowering(threading.local):
     """What a thread lowers."""
 
     def __init__(self) -> None:
-        # The last one is lowered while those before it are.
+        # The last one is lowered while those before it are. ``None`` is one whose deferred calls
+        # are lowered, while which nothing is deferred.
         self.modules: list[_Module | None] = []
-        self.plans: _Module | None = None  # The one a call of which may be deferred.
+
+    @property
+    def module(self) -> _Module | None:
+        """The module that is lowered now, if its calls may be deferred."""
+        return self.modules[-1] if self.modules else None
 
 
 _lowering = _Lowering()
@@ -234,17 +235,14 @@ def _begin() -> None:
 
 
 def _end() -> None:
-    modules, outer = _lowering.modules, _lowering.plans
-    if not modules:
+    module, modules = _lowering.module, _lowering.modules
+    if module is None:
         return
-    # Nothing is deferred while the deferred calls are lowered.
-    module, modules[-1], _lowering.plans = modules[-1], None, None
+    modules[-1] = None
     try:
-        if module is not None:
-            module.end()
+        module.end()
     finally:
         modules.pop()
-        _lowering.plans = outer
 
 
 compat.on_lowering(_begin, _end)
