@@ -38,6 +38,7 @@ from jax_tilekern.tuning.wall_time import ready, wall_seconds
 _SIDES = ("ours", "XLA")
 _KINDS = ("ours", "ours, warm", "XLA", "XLA, warm")
 _LONGEST_PROCESS = 300.0
+_MODULE = "benchmarks.first_calls"
 # What ``python -m benchmarks`` sets would make XLA's autotuning warm.
 _AUTOTUNED = re.compile(r"--xla_gpu_per_fusion_autotune_cache_dir=\S*")
 
@@ -48,8 +49,8 @@ def _block(heads: int, x: Array, qkv: Array, out: Array, up: Array, down: Array)
     return x + jax.nn.gelu(normed(x) @ up) @ down
 
 
-def _programs() -> Iterator[Program]:
-    gpu = on_gpu()
+def programs(gpu: bool) -> Iterator[Program]:
+    """Yield programs of sizes for a GPU, or for a CPU."""
     n = 2048 if gpu else 512
     yield Program(
         f"product, {n} x {n} x {n}, float32 at HIGHEST",
@@ -89,7 +90,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
 
 
 def _measured(arguments: argparse.Namespace) -> Iterator[Record]:
-    for program in _programs():
+    for program in programs(on_gpu()):
         if matches(program.name, arguments.rows):
             orders = (_SIDES[:: -1 if number % 2 else 1] for number in range(arguments.rounds))
             found = [_round(program.name, order) for order in orders]
@@ -110,15 +111,21 @@ def _round(name: str, sides: Sequence[str]) -> dict[str, dict[str, float]]:
     found = {}
     for side in sides:
         with tempfile.TemporaryDirectory() as folder:
-            cold = found[side] = _fresh_process(name, side, Path(folder))
-            warm = found[f"{side}, warm"] = _fresh_process(name, side, Path(folder))
+            cold = found[side] = fresh_process(_MODULE, [name, side], Path(folder))
+            warm = found[f"{side}, warm"] = fresh_process(_MODULE, [name, side], Path(folder))
         if warm["compiled"] > cold["compiled"]:
             raise BenchmarkError(f"{name}: the process with filled caches compiles kernels")
     return found
 
 
-def _fresh_process(name: str, side: str, caches: Path) -> dict[str, float]:
-    """Return the seconds of the first and of a later call, and how many kernels are cached."""
+def fresh_process(module: str, words: Sequence[str], caches: Path) -> dict[str, float]:
+    """Run a module with caches in a folder; return what it prints, and how many kernels it keeps.
+
+    Raises
+    ------
+    BenchmarkError
+        If it fails; ``words``, its arguments, begin with the name of a program.
+    """
     environment = {
         "XDG_CACHE_HOME": str(caches),
         "JAX_ENABLE_COMPILATION_CACHE": "true",
@@ -128,20 +135,20 @@ def _fresh_process(name: str, side: str, caches: Path) -> dict[str, float]:
         "XLA_FLAGS": _AUTOTUNED.sub("", os.environ.get("XLA_FLAGS", "")).strip(),
     }
     finished = subprocess.run(
-        [sys.executable, "-m", "benchmarks.first_calls", name, side],
+        [sys.executable, "-m", module, *words],
         env=os.environ | environment, capture_output=True, text=True, timeout=_LONGEST_PROCESS,
         check=False,
     )  # fmt: skip
     if finished.returncode != 0:
         said = finished.stderr.strip().splitlines() or ["nothing"]
-        raise BenchmarkError(f"{name}: a process fails: {said[-1]}")
+        raise BenchmarkError(f"{words[0]}: a process fails: {said[-1]}")
     found: dict[str, float] = json.loads(finished.stdout.splitlines()[-1])
     return found | {"compiled": len(list(caches.rglob("*.cubin")))}
 
 
 def _calls(name: str, side: str) -> dict[str, float]:
     """Call one side of a program for the first time, and again."""
-    (program,) = (x for x in _programs() if x.name == name)
+    (program,) = (x for x in programs(on_gpu()) if x.name == name)
     # This starts the backend, too.
     arguments = ready(program.arguments())
     call = functools.partial(jax.jit(program.sides[side]), *arguments)

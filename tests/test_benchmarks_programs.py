@@ -187,6 +187,16 @@ def test_first_calls(tmp_path, monkeypatch):
     assert 0 < row["later_seconds"]["XLA, warm"] < row["seconds"]["XLA"]
 
 
+@needs_nvrtc
+def test_first_lowerings_need_no_gpu(tmp_path):
+    file = tmp_path / "first.json"
+    command = ["first_lowerings", "--rows", "product*", "--rounds", "1", "--json", str(file)]
+    assert main(command) == 0
+    (row,) = record.read(file)["rows"]
+    assert set(row["seconds"]) == {"ours", "in order"}
+    assert row["compiled"] > 0
+
+
 def test_rows_are_named_without_backticks():
     assert programs.matches("`kernel`: Lorenz", ["kernel*"])
     assert programs.matches("`kernel`: Lorenz", ["`kernel`*"])
@@ -199,7 +209,7 @@ def test_a_pattern_without_rows_is_an_error(capsys):
 
 def test_a_first_call_that_fails_is_an_error(tmp_path):
     with pytest.raises(BenchmarkError, match=r"none: a process fails: ValueError: not enough"):
-        first_calls._fresh_process("none", "ours", tmp_path)
+        first_calls.fresh_process("benchmarks.first_calls", ["none", "ours"], tmp_path)
 
 
 # The wheel does not hold what is tested here: see tests/README.md.
