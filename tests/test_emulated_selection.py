@@ -1,5 +1,7 @@
 """Kernels of selection, emulated on a CPU, against JAX's own, bit for bit."""
 
+import dataclasses
+
 import emulated_plans
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,18 @@ from jax import lax
 from products import BF16, F16, F32, F64, H100
 
 import jax_tilekern as jtk
+from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.policy import policy
 from jax_tilekern.plans.selection.order_statistics import (
     OrderStatistics,
     plan_order_statistics,
 )
+from jax_tilekern.plans.selection.radix_sort import Control, RadixSort, radix_sort_candidate
 from jax_tilekern.plans.selection.searchsorted import Searches, plan_searchsorted
-from jax_tilekern.plans.selection.sort_rows import SortedRows, plan_sort_rows
+from jax_tilekern.plans.selection.sort_rows import plan_sort_rows
+from jax_tilekern.plans.selection.sorted_rows import SortedRows
+from jax_tilekern.plans.selection.tile import Tile
 from jax_tilekern.plans.selection.top_k import MAX_K, TopK, levels_of, plan_top_k
 
 pytestmark = [
@@ -109,17 +115,80 @@ def test_sort_rows(rng, number, rows, columns):
     )
     x = elements(rng, kind, (rows, columns), dtype)
     problem = SortedRows(rows, columns, dtype, order, values, indices)
-    types = [dtype] * values + [np.dtype(np.int32)] * indices
-    how = {"backwards": bool(rng.integers(2))}
-    found = run(lambda: plan_sort_rows(problem, H100), [x], [(x.shape, t) for t in types], **how)
+    check_sort(problem, lambda: plan_sort_rows(problem, H100), x, bool(rng.integers(2)))
+
+
+def check_sort(problem, plan_of, x, backwards=False):
+    """Run a plan of a sort, and compare its results with those of ``lax.sort``."""
+    order, values, indices = problem.order, problem.values, problem.indices
+    types = [x.dtype] * values + [np.dtype(np.int32)] * indices
+    found = run(plan_of, [x], [(x.shape, t) for t in types], backwards=backwards)
     own = x[:, ::-1] if order == "descending" else x
-    columns_of = np.arange(columns, dtype=np.int32)
+    columns_of = np.arange(x.shape[1], dtype=np.int32)
     columns_of = np.broadcast_to(columns_of[::-1] if order == "descending" else columns_of, x.shape)
     expected = np.asarray(lax.sort((with_bits(own), columns_of), num_keys=1)[1])
     if order != "ascending":
         expected = expected[:, ::-1]
     expected = (np.take_along_axis(x, expected, 1), expected)
     assert_same_bits(found, expected[not values : 1 + indices])
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("dtype", ORDERED, ids=str)
+@pytest.mark.one_in(12)
+def test_radix_sort(rng, number, dtype):
+    (results,) = drawn(rng, ((True, False), (False, True), (True, True)))
+    for rows, columns in ((3, 1), (2, 1023), (1, 1024), (2, 1025), (1, 8192), (2, 4000)):
+        kind, order = drawn(rng, KINDS, ("ascending", "reversed", "descending"))
+        x = elements(rng, kind, (rows, columns), dtype)
+        if dtype in INTEGERS:
+            # Digits that all elements share are skipped.
+            x &= (rng.integers(0, 2, dtype.itemsize, np.uint8) * 255).view(dtype)
+        problem = SortedRows(rows, columns, dtype, order, *results)
+        check_sort(problem, lambda p=problem: side_by_side(p), x, number == 1)
+
+
+def side_by_side(problem):
+    """Plan a radix sort whose tiles, where there are eight, run side by side.
+
+    They find counts of tiles that look back, too. Otherwise those before have ended.
+    """
+    plan = RadixSort(problem, Tile(256, 4), 0).plan(H100)
+    cleared, counted, *sorts = plan.launches
+    if sorts[0].grid[0] % 8 == 0:
+        sorts = [dataclasses.replace(launch, cluster=(8, 1, 1)) for launch in sorts]
+    return dataclasses.replace(plan, launches=(cleared, counted, *sorts))
+
+
+@pytest.mark.parametrize(("dtype", "columns"), [(F32, 16_385), (np.dtype(np.int64), 8193)], ids=str)
+@pytest.mark.one_in(2)
+def test_long_rows(rng, dtype, columns):
+    x = elements(rng, "bits", (1, columns), dtype)
+    problem = SortedRows(1, columns, dtype, "descending", False, True)
+    check_sort(problem, lambda: plan_sort_rows(problem, H100), x)
+    with policy("auto"):
+        assert "so XLA computes it" in plan_sort_rows(problem, known_gpu("H200")).reason
+
+
+@pytest.mark.parametrize("dtype", ORDERED, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+def test_parts_of_rows(rows, dtype):
+    for columns in (16_385, 2**20, 2**31 - 1):
+        problem = SortedRows(rows, columns, dtype, "ascending", True, True)
+        found = radix_sort_candidate(problem, H100)
+        if isinstance(found, NoKernel):
+            assert rows * columns / 4608 > 2**31
+            continue
+        parts, length = found.parts(H100)
+        assert 0 < columns - (parts - 1) * length <= length
+        control = Control(problem, found.tiles)
+        assert found.tiles * found.tile.columns >= columns
+        # Every part of the workspace ends where the next one begins.
+        assert control.differing >= 4 * dtype.itemsize
+        assert control.counts - control.differing == 8 * rows
+        assert control.slots(0) - control.counts == 4 * 256 * rows * dtype.itemsize
+        assert control.slots(1) - control.slots(0) == 4 * 256 * rows * found.tiles
+        assert control.bytes == control.slots(dtype.itemsize)
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -211,6 +280,9 @@ def test_what_no_kernel_covers():
     assert "at most 2048" in plan_top_k(TopK(1, 9000, 2049, F32), H100).reason
     assert "bool" in plan_top_k(TopK(1, 9, 1, np.dtype(bool)), H100).reason
     assert "CTAs" in plan_top_k(TopK(2**31, 9, 1, F32), H100).reason
+    for rows, columns in ((1, 2**31), (2**20, 2**30)):
+        problem = SortedRows(rows, columns, F32, "ascending", True, True)
+        assert "columns and CTAs" in plan_sort_rows(problem, H100).reason
 
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16, np.dtype(np.int8)], ids=str)
@@ -225,7 +297,7 @@ def test_kernels_do_not_spill(dtype):
             ),
             *(
                 plan_sort_rows(SortedRows(64, columns, dtype, "ascending", True, True), H100)
-                for columns in (100, 2000, 4000)
+                for columns in (100, 2000, 4000, 2**24)
             ),
             plan_order_statistics(OrderStatistics(64, 10_000, 2, dtype, True), H100),
             plan_searchsorted(Searches(5000, 7000, dtype, True), H100),

@@ -6,9 +6,9 @@
 namespace tilekern {
 
 // Returns the sum of the values of the threads before this one. All threads of the CTA call it.
+// `warps` are kThreads / 32 words of shared memory.
 template <int kThreads>
-inline uint32 sum_before(uint32 value) {
-  __shared__ uint32 warps[kThreads / 32];
+inline uint32 sum_before(uint32 value, uint32* warps) {
   const uint32 lane = threadIdx.x % 32;
   uint32 sum = value;
 #pragma unroll
@@ -23,6 +23,12 @@ inline uint32 sum_before(uint32 value) {
   uint32 before = sum - value;
   for (uint32 warp = 0; warp < threadIdx.x / 32; ++warp) before += warps[warp];
   return before;
+}
+
+template <int kThreads>
+inline uint32 sum_before(uint32 value) {
+  __shared__ uint32 warps[kThreads / 32];
+  return sum_before<kThreads>(value, warps);
 }
 
 }  // namespace tilekern

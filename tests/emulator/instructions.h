@@ -594,6 +594,10 @@ struct Ptx {
         bytes |= static_cast<uint32_t>(both >> (8 * (OP(3) >> (4 * i) & 7)) & 255) << (8 * i);
       }
       OP(0) = bytes;
+    } else if constexpr (has("vote.sync.ballot.b32 %0, is_one")) {
+      const bool is_one = OP(1) & OP(2);
+      const uint32_t ones = __ballot_sync(~0u, is_one);
+      OP(0) = is_one ? ones : ~ones;
     } else if constexpr (has("shf.r.wrap")) {
       OP(0) = static_cast<uint32_t>((uint64_t{OP(2)} << 32 | OP(1)) >> (OP(3) & 31));
     } else if constexpr (has("tf32.f32")) {

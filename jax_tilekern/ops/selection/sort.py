@@ -19,7 +19,8 @@ from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.selection.rows import columns_of, rule_of_rows
 from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.plans.selection.sort_rows import Order, SortedRows, plan_sort_rows
+from jax_tilekern.plans.selection.sort_rows import plan_sort_rows
+from jax_tilekern.plans.selection.sorted_rows import Order, SortedRows
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,

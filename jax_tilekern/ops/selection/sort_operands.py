@@ -23,7 +23,8 @@ from jax_tilekern.ops.selection.rows import columns_of, rule_of_rows
 from jax_tilekern.ops.selection.sort import sorted_rows
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.policy import current_policy
-from jax_tilekern.plans.selection.sort_rows import SortedRows, plan_sort_rows
+from jax_tilekern.plans.selection.sort_rows import plan_sort_rows
+from jax_tilekern.plans.selection.sorted_rows import SortedRows
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,

@@ -10,7 +10,7 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars, overlapping
 from jax_tilekern.plans.scans.problem import Scan
 
-_CLEAR = Kernel("scans/look_back.cuh", "tilekern::clear_published")
+CLEAR = Kernel("scans/look_back.cuh", "tilekern::clear_published")
 _THREADS = 256
 _SLOT_BYTES, _WORD_BYTES = 8, 4
 
@@ -34,17 +34,21 @@ class LookBack:
 
     @staticmethod
     def kernels(looks_back: bool) -> tuple[Kernel, ...]:
-        return (_CLEAR,) if looks_back else ()
+        return (CLEAR,) if looks_back else ()
 
     def launches(
         self, compiled: Compiled, scan: Launch, slots: Buffer, gpu: Gpu
     ) -> tuple[Launch, ...]:
         """Return the launch that zeros the slots, and the scan."""
-        ctas = min(math.ceil(self.slots / _THREADS), 4 * gpu.sm_count)
-        clear = Launch(
-            entry=compiled.entry(_CLEAR.name),
-            grid=(ctas, 1, 1),
-            block=(_THREADS, 1, 1),
-            parameters=(slots, Scalars.int64(self.slots)),
-        )
-        return overlapping(gpu, clear, scan)
+        return overlapping(gpu, clear_launch(compiled, slots, self.slots, gpu), scan)
+
+
+def clear_launch(compiled: Compiled, slots: Buffer, count: int, gpu: Gpu) -> Launch:
+    """Return the launch that zeros words of 64 bits."""
+    ctas = min(math.ceil(count / _THREADS), 4 * gpu.sm_count)
+    return Launch(
+        entry=compiled.entry(CLEAR.name),
+        grid=(ctas, 1, 1),
+        block=(_THREADS, 1, 1),
+        parameters=(slots, Scalars.int64(count)),
+    )

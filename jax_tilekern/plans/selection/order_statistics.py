@@ -15,7 +15,12 @@ from jax_tilekern.plans.gpu import WARP, Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy import plan_choice
 from jax_tilekern.plans.policy.workload import sort_workload
-from jax_tilekern.plans.selection.tile import COUNTED_TILES, ORDERED_DTYPES, Tile
+from jax_tilekern.plans.selection.tile import (
+    COUNTED_TILES,
+    ORDERED_DTYPES,
+    Tile,
+    smallest_tile,
+)
 
 _MAX_ROWS = 2**31 - 1
 _INDEX_BYTES = 4
@@ -79,7 +84,7 @@ def plan_order_statistics(problem: OrderStatistics, gpu: Gpu) -> LaunchPlan | No
         return NoKernel(f"no kernel orders {problem.dtype}")
     if problem.rows > _MAX_ROWS:
         return NoKernel(f"{problem.rows} rows (at most {_MAX_ROWS})")
-    tile = next((x for x in COUNTED_TILES if x.columns >= problem.columns), None)
+    tile = smallest_tile(COUNTED_TILES, problem.columns)
     if tile is None:
         return NoKernel(f"rows of {problem.columns} (at most {COUNTED_TILES[-1].columns})")
     candidate = OrderStatisticsCandidate(problem, tile, _cycles(problem, tile, gpu))

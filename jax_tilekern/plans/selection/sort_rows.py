@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate
@@ -15,11 +12,17 @@ from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy import plan_choice
 from jax_tilekern.plans.policy.workload import sort_workload
-from jax_tilekern.plans.selection.tile import ORDERED_DTYPES, Tile
+from jax_tilekern.plans.selection.radix_sort import plan_radix_sort
+from jax_tilekern.plans.selection.sorted_rows import (
+    DIGIT_BITS,
+    ITEM_CYCLES,
+    ITEM_LATENCY,
+    PASS_CYCLES,
+    PASS_LATENCY,
+    SortedRows,
+)
+from jax_tilekern.plans.selection.tile import ORDERED_DTYPES, Tile, smallest_tile
 
-# ``reversed`` is the reverse of ``ascending``; in both and in ``descending`` the order is stable
-# before it is reversed, and in ``descending`` after.
-Order = Literal["ascending", "reversed", "descending"]
 _TILES = (
     Tile(64, 4), Tile(128, 4), Tile(128, 8), Tile(128, 16), Tile(256, 16), Tile(512, 16),
     Tile(512, 32),
@@ -27,36 +30,13 @@ _TILES = (
 _MAX_ROWS = 2**31 - 1
 # Bytes of a thread's elements, beside which registers hold their columns and ranks.
 _MAX_THREAD_BYTES = 128
-_COLUMN_BYTES = 4
-_DIGIT_BITS = 8
 # Bytes of a warp's counts of a digit, and of a column in shared memory.
 _COUNT_BYTES, _SHARED_COLUMN_BYTES = 8, 2
 _STATIC_SHARED_BYTES = 128
-# Measured on an H200: cycles of an SM for an element of each lane of a warp in a pass, and for the
-# counts of a pass; and the cycles of both where a CTA waits for itself.
-_ITEM_CYCLES, _PASS_CYCLES = 31, 450
-_ITEM_LATENCY, _PASS_LATENCY = 190, 700
 # A warp to a row: instructions of a step of the sort for an element of each lane, with 32-bit
 # numbers, how many an SM issues in a cycle, and the cycles of each where a warp waits for itself.
 _WARP_THREADS, _WARP_ITEMS = 128, 8
 _STEP_INSTRUCTIONS, _INSTRUCTIONS_A_CYCLE, _STEP_LATENCY = 5, 2, 4
-
-
-@dataclass(frozen=True)
-class SortedRows:
-    """A sort of each row of a matrix."""
-
-    rows: int
-    columns: int
-    dtype: np.dtype[Any]
-    order: Order
-    values: bool  # whether the elements are results
-    indices: bool  # whether their columns are
-
-    @property
-    def passes(self) -> int:
-        """The most digits that elements differ in."""
-        return self.dtype.itemsize * 8 // _DIGIT_BITS
 
 
 @dataclass(frozen=True)
@@ -75,7 +55,7 @@ class SortRowsCandidate(CostedCandidate):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: counts of digits, and a row with its columns."""
         of_column = self.problem.dtype.itemsize + self.problem.indices * _SHARED_COLUMN_BYTES
-        counts = self.tile.threads // WARP * _COUNT_BYTES << _DIGIT_BITS
+        counts = self.tile.threads // WARP * _COUNT_BYTES << DIGIT_BITS
         return counts + self.tile.columns * of_column
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
@@ -128,42 +108,41 @@ def _buffers(problem: SortedRows) -> tuple[Buffer, ...]:
 
 
 def _plan(problem: SortedRows, gpu: Gpu, launch: Launch, way: str) -> LaunchPlan:
-    size = problem.dtype.itemsize
     return LaunchPlan(
         name=f"sort {problem.dtype}",
         gpu=gpu,
         launches=(launch,),
-        alignments=(size, *[size] * problem.values, *[_COLUMN_BYTES] * problem.indices),
+        alignments=problem.alignments,
         reason=f"{problem.rows} rows of {problem.columns}, {way}",
     )
 
 
 def plan_sort_rows(problem: SortedRows, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan a sort of rows of any length."""
+    if problem.dtype not in ORDERED_DTYPES:
+        return NoKernel(f"no kernel orders {problem.dtype}")
+    if problem.rows > _MAX_ROWS:
+        return NoKernel(f"{problem.rows} rows (at most {_MAX_ROWS})")
     found = sort_rows_candidate(problem, gpu)
-    if isinstance(found, NoKernel):
-        return found
+    if found is None:
+        return plan_radix_sort(problem, gpu)
     return plan_choice(sort_workload(problem.rows, problem.columns, problem.dtype), [found], gpu)
 
 
 def sort_rows_candidate(
     problem: SortedRows, gpu: Gpu
-) -> SortRowsCandidate | SortWarpsCandidate | NoKernel:
-    """Return the way to sort rows, or why there is none."""
-    if problem.dtype not in ORDERED_DTYPES:
-        return NoKernel(f"no kernel orders {problem.dtype}")
-    if problem.rows > _MAX_ROWS:
-        return NoKernel(f"{problem.rows} rows (at most {_MAX_ROWS})")
+) -> SortRowsCandidate | SortWarpsCandidate | None:
+    """Return the way to sort rows that fit a CTA, or ``None`` if they do not."""
     if problem.columns <= WARP * _WARP_ITEMS and problem.dtype.itemsize <= 4:
         items = power_of_two(math.ceil(problem.columns / WARP))
         return SortWarpsCandidate(problem, items, _warp_cycles(problem, items, gpu))
     tiles = [x for x in _TILES if x.items * problem.dtype.itemsize <= _MAX_THREAD_BYTES]
-    tile = next((x for x in tiles if x.columns >= problem.columns), None)
+    tile = smallest_tile(tiles, problem.columns)
     if tile is None:
-        return NoKernel(f"rows of {problem.columns} (at most {tiles[-1].columns})")
+        return None
     found = SortRowsCandidate(problem, tile, _cycles(problem, tile, gpu))
-    if found.shared_bytes + _STATIC_SHARED_BYTES > gpu.shared_memory_bytes:
-        return NoKernel(f"rows of {problem.columns} exceed the shared memory of {gpu.name}")
-    return found
+    fits = found.shared_bytes + _STATIC_SHARED_BYTES <= gpu.shared_memory_bytes
+    return found if fits else None
 
 
 def _warp_cycles(problem: SortedRows, items: int, gpu: Gpu) -> float:
@@ -173,22 +152,14 @@ def _warp_cycles(problem: SortedRows, items: int, gpu: Gpu) -> float:
     issued = log * (log + 1) // 2 * items * _STEP_INSTRUCTIONS * (1 + wide)
     warps = math.ceil(problem.rows / gpu.sm_count)
     busy = max(warps * issued / _INSTRUCTIONS_A_CYCLE, issued * _STEP_LATENCY)
-    return gpu.rates.launch_cycles + max(busy, _moved(problem) / gpu.rates.memory_bandwidth)
-
-
-def _moved(problem: SortedRows) -> int:
-    """Return the bytes that are read and written."""
-    written = problem.dtype.itemsize * problem.values + _COLUMN_BYTES * problem.indices
-    return problem.rows * problem.columns * (problem.dtype.itemsize + written)
+    return gpu.rates.launch_cycles + max(busy, problem.bytes / gpu.rates.memory_bandwidth)
 
 
 def _cycles(problem: SortedRows, tile: Tile, gpu: Gpu) -> float:
     """Estimate the time of a sort."""
     passes = problem.passes
     warps = tile.threads // WARP
-    busy = math.ceil(problem.rows / gpu.sm_count) * (
-        warps * tile.items * _ITEM_CYCLES + _PASS_CYCLES
-    )
-    alone = tile.items * _ITEM_LATENCY + _PASS_LATENCY
+    busy = math.ceil(problem.rows / gpu.sm_count) * (warps * tile.items * ITEM_CYCLES + PASS_CYCLES)
+    alone = tile.items * ITEM_LATENCY + PASS_LATENCY
     busy = passes * max(alone, busy)
-    return gpu.rates.launch_cycles + max(busy, _moved(problem) / gpu.rates.memory_bandwidth)
+    return gpu.rates.launch_cycles + max(busy, problem.bytes / gpu.rates.memory_bandwidth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import ml_dtypes
@@ -30,3 +31,8 @@ class Tile(NamedTuple):
 
 # Tiles whose elements stay in registers while their digits are counted.
 COUNTED_TILES = (Tile(128, 8), Tile(256, 8), Tile(256, 16), Tile(256, 32), Tile(512, 32))
+
+
+def smallest_tile(tiles: Iterable[Tile], columns: int) -> Tile | None:
+    """Return the first tile, of tiles that become larger, that has all columns of a row."""
+    return next((tile for tile in tiles if columns <= tile.columns), None)

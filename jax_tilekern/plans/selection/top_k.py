@@ -12,7 +12,12 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars, overlapping
-from jax_tilekern.plans.selection.tile import COUNTED_TILES, ORDERED_DTYPES, Tile
+from jax_tilekern.plans.selection.tile import (
+    COUNTED_TILES,
+    ORDERED_DTYPES,
+    Tile,
+    smallest_tile,
+)
 
 # The most elements whose order fits shared memory beside the counts.
 MAX_K = 2048
@@ -62,7 +67,8 @@ def plan_top_k(problem: TopK, gpu: Gpu) -> LaunchPlan | NoKernel:
     levels = levels_of(problem, gpu)
     if columns > _MAX_SIZE or rows * levels[0].tiles > _MAX_SIZE:
         return NoKernel(f"{rows} rows of {columns} (at most {_MAX_SIZE} columns and CTAs)")
-    return (_plan_warps if _takes_warps(problem) else _plan_tiles)(problem, gpu)
+    takes_warps = _takes_warps(problem, levels[-1].tile)
+    return (_plan_warps if takes_warps else _plan_tiles)(problem, gpu)
 
 
 def levels_of(problem: TopK, gpu: Gpu) -> list[Level]:
@@ -78,11 +84,12 @@ def levels_of(problem: TopK, gpu: Gpu) -> list[Level]:
         length = math.ceil(columns / math.ceil(columns / tile.columns))
         levels.append(Level(columns, k, tile, math.ceil(columns / length), length))
         columns = levels[-1].found
-    tile = next(x for x in COUNTED_TILES if columns <= x.columns)
+    tile = smallest_tile(COUNTED_TILES, columns)
+    assert tile is not None
     return [*levels, Level(columns, k, tile, 1, columns)]
 
 
-def _takes_warps(problem: TopK) -> bool:
+def _takes_warps(problem: TopK, tile: Tile) -> bool:
     """Return whether a warp to a row has fewer instructions than a tile to a row."""
     columns, k, dtype = problem.columns, problem.k, problem.dtype
     if columns > WARP * _WARP_ITEMS.get(dtype.itemsize, 0):
@@ -93,7 +100,6 @@ def _takes_warps(problem: TopK) -> bool:
     wide = dtype.itemsize == 4
     moved = min(items, power_of_two(k)) * (1 + wide)
     of_warp = 6 * items + comparators * (6 if wide else 2) + k * (moved + 16)
-    tile = next(x for x in COUNTED_TILES if columns <= x.columns)
     return of_warp <= tile.threads // WARP * (30 * tile.items + 300)
 
 
