@@ -30,7 +30,7 @@ import numpy as np
 
 import jax_tilekern as jtk
 from benchmarks.catalog import DESCRIPTIONS, SAMPLED
-from benchmarks.catalog.call import Side
+from benchmarks.catalog.call import Sampled, Side
 from benchmarks.catalog.draw import Draw
 from benchmarks.errors import BenchmarkError
 from benchmarks.programs import (
@@ -75,7 +75,7 @@ class DrawnCall:
     device: str = "gpu"
 
     @functools.cached_property
-    def call(self) -> Any:
+    def call(self) -> Sampled:
         """The call, which is drawn again while it exceeds a limit of the device.
 
         Raises
@@ -90,7 +90,7 @@ class DrawnCall:
             key.append(zlib.crc32(self.description.encode()))
         draw = Draw(np.random.default_rng(key), scale=_SCALES[self.device])
         for _ in range(_ATTEMPTS):
-            call = description.draw(draw)
+            call: Sampled = description.draw(draw)
             sizes = [math.prod(x.shape) * x.dtype.itemsize for x in call.operands]
             fits = all(sizes) and sum(sizes) <= most_bytes
             if fits and call.operations <= operations:
@@ -105,8 +105,7 @@ class DrawnCall:
     @property
     def structs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes, as they are stored, and types of the operands."""
-        found: list[jax.ShapeDtypeStruct] = self.call.structs
-        return found
+        return self.call.structs
 
     def types_enabled(self) -> AbstractContextManager[Any]:
         """Let JAX have 64-bit types inside the context if the call has them."""
@@ -115,8 +114,7 @@ class DrawnCall:
 
     def function(self, namespace: Any) -> Callable[..., Any]:
         """Return the call of a namespace of functions, of the operands as they are stored."""
-        found: Callable[..., Any] = self.call.of_namespace(namespace)
-        return found
+        return self.call.of_namespace(namespace)
 
 
 def _errors(_: Arrays, results: Mapping[str, Any]) -> Errors:

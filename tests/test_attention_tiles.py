@@ -75,6 +75,11 @@ MASKS = {
     ),
     "dilated": ({"mask_mod": lambda b, h, q, k: (q - k) % (h + 1) == 0}, {}, False),
     "blocks": ({"mask_mod": lambda b, h, q, k: (q // 32) == (k // 32)}, {}, False),
+    "of heads": (
+        {"mask_mod": lambda b, h, q, k: k < (1 << h) * 20 + jnp.abs(h - 1)},
+        {"key_lengths": LENGTHS + 5},
+        True,
+    ),
     "mask": ({}, {"mask": jnp.asarray(RNG.random((B, N, T, S)) < 0.01)}, True),
     "mask of keys": ({}, {"mask": jnp.asarray(RNG.random((1, 1, 1, S)) < 0.7)}, True),
     "positions": (

@@ -130,7 +130,7 @@ def _capped(score: Any, *_: Any) -> Any:
 
 
 class _Pass:
-    """A pass of a call, as :class:`benchmarks.catalog.call.Call` has what ``sample`` asks of it."""
+    """A pass of a call: see :class:`benchmarks.catalog.call.Sampled`."""
 
     is_wide = False
 
@@ -171,7 +171,7 @@ class _Pass:
         return self._of_structs(self._bound(self.name))
 
     def sides(self) -> dict[str, Side]:
-        """Return XLA's blocks, the kernels and cuDNN, if they have the pass and are not alone."""
+        """Return XLA's blocks of scores, the kernels and cuDNN, where they have the pass."""
         own, ways = self.of_namespace(jtk), self.ways
         sides: dict[str, Side] = {}
         if CUDNN not in ways or self.has_xla:

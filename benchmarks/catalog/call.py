@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,40 @@ class Side(NamedTuple):
 
     function: Callable[..., Any]  # of the operands as they are stored
     context: Callable[[], AbstractContextManager[Any]] | None = None
+
+
+class Sampled(Protocol):
+    """What ``sample`` asks of a call.
+
+    Attributes
+    ----------
+    operands
+        What is drawn.
+    structs
+        Types of what its functions take, as it is stored.
+    operations
+        How many operations it has.
+    is_wide
+        Whether an operand has a 64-bit type.
+    """
+
+    @property
+    def operands(self) -> tuple[Operand, ...]: ...
+    @property
+    def structs(self) -> list[jax.ShapeDtypeStruct]: ...
+    @property
+    def operations(self) -> float: ...
+    @property
+    def is_wide(self) -> bool: ...
+
+    def values(self, seed: int) -> Sequence[Any]:
+        """Return what its functions take: random numbers, or the operands that the call gives."""
+
+    def of_namespace(self, namespace: Any) -> Callable[..., Any]:
+        """Return the call of a namespace of functions."""
+
+    def sides(self) -> dict[str, Side]:
+        """Return what computes the call beside ours, by key; that of plain JAX is ``XLA``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +110,14 @@ class Call:
         arguments = f"; {self.arguments}" if self.arguments else ""
         return f"{self.operation}({', '.join(map(str, self.operands))}{arguments})"
 
-    # What ``sample`` asks.
+    # What ``sample`` asks: see ``Sampled``.
 
     @property
     def is_wide(self) -> bool:
-        """Whether an operand has a 64-bit type."""
         return any(np.zeros((), x.dtype).real.itemsize == 8 for x in self.operands)
 
     @property
     def structs(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes, as they are stored, and types of the operands."""
         return [jax.ShapeDtypeStruct(x.stored_shape, x.dtype) for x in self.operands]
 
     @property
@@ -97,12 +129,9 @@ class Call:
         return float(found.get("flops", 0))
 
     def values(self, seed: int) -> Sequence[Any]:
-        """Return normal numbers and small integers, or the operands that the call gives."""
         return random_arrays(self.operands, seed)
 
     def of_namespace(self, namespace: Any) -> Callable[..., Any]:
-        """Return the call of a namespace of functions, of the operands as they are stored."""
-
         def function(*stored: Any) -> Any:
             pairs = zip(stored, self.operands, strict=True)
             return self.function(
@@ -113,7 +142,6 @@ class Call:
         return function
 
     def sides(self) -> dict[str, Side]:
-        """Return plain JAX."""
         return {"XLA": Side(self.of_namespace(PEERS))}
 
 
