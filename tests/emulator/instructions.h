@@ -606,6 +606,12 @@ struct Ptx {
       OP(0) = to_bf16(OP(1)) << 16 | to_bf16(OP(2));
     } else if constexpr (has("cvt.rn.f16x2.f32")) {
       OP(0) = to_f16(OP(1)) << 16 | to_f16(OP(2));
+    } else if constexpr (has("sub.rn.bf16x2")) {
+      OP(0) = to_bf16(from_bf16(OP(1) >> 16) - from_bf16(OP(2) >> 16)) << 16 |
+              to_bf16(from_bf16(OP(1) & 0xffff) - from_bf16(OP(2) & 0xffff));
+    } else if constexpr (has("sub.rn.f16x2")) {
+      OP(0) = to_f16(from_f16(OP(1) >> 16) - from_f16(OP(2) >> 16)) << 16 |
+              to_f16(from_f16(OP(1) & 0xffff) - from_f16(OP(2) & 0xffff));
     } else if constexpr (has("cvt.rn.f16x2.e4m3x2") || has("cvt.rn.f16x2.e5m2x2")) {
       uint32_t* words[] = {&OP(0), &OP(1)};
       for (int i = 0; i < 4; ++i) {

@@ -1,0 +1,112 @@
+// Fragments of wgmma's lhs from integers of 4 or 8 bits, which are exact in 16-bit floats.
+#pragma once
+
+#include "convert.cuh"
+#include "ptx.cuh"
+#include "types.cuh"
+
+namespace tilekern {
+
+inline uint32 subtract_pair(bfloat16, uint32 left, uint32 right) {
+  uint32 result;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(left), "r"(right));
+  return result;
+}
+inline uint32 subtract_pair(float16, uint32 left, uint32 right) {
+  uint32 result;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(left), "r"(right));
+  return result;
+}
+
+// The conversion of pairs of integers to pairs of T. The bits of an integer are the lowest ones of
+// the mantissa of kOffset, whose unit is 1. With its sign inverted, an integer adds itself and
+// kBias to that.
+template <typename T, int kBits>
+struct WeightFloats {
+  static constexpr bool kIsBf16 = kSame<T, bfloat16>;
+  // The mantissa of bfloat16 has room for 7 bits.
+  static constexpr bool kSignApart = kIsBf16 && kBits == 8;
+  static constexpr int kOffset = kIsBf16 ? 128 : 1024;
+  static constexpr int kBias = kSignApart ? 0 : 1 << (kBits - 1);
+  static constexpr uint32 kOnes = 0x00010001u;
+  static constexpr uint32 kOffsetBits = kOnes * (kIsBf16 ? 0x4300 : 0x6400);
+  static constexpr uint32 kSigns = kOnes << (kBits - 1);
+  static constexpr uint32 kIntegers = kOnes * ((1 << kBits) - 1);
+
+  // What convert() takes for a zero point.
+  static uint32 subtrahend(int zero) {
+    const float value = (kSignApart ? 0 : kOffset + kBias) + zero;
+    return from_float<T>(value).bits * kOnes;
+  }
+
+  // Two integers in the lowest bits of the halves of a word, less the zero points.
+  template <bool kZeros>
+  static uint32 convert(uint32 integers, uint32 subtrahend) {
+    if constexpr (kSignApart) {
+      const uint32 low = (integers & kIntegers & ~kSigns) | kOffsetBits;
+      const uint32 sign = (integers & kSigns) | kOffsetBits;
+      // The sign's bit doubles the offset, and so subtracts it again.
+      const uint32 values = subtract_pair(T(), low, sign);
+      return kZeros ? subtract_pair(T(), values, subtrahend) : values;
+    } else {
+      return subtract_pair(T(), (integers & kIntegers) ^ (kOffsetBits | kSigns), subtrahend);
+    }
+  }
+};
+
+// Loads fragments from a tile in rows of 128 bytes with TMA's 128-byte swizzle.
+template <typename T, int kBits, bool kZeros>
+class WeightFragments {
+  using Floats = WeightFloats<T, kBits>;
+  static constexpr int kUnitBytes = 16;
+
+ public:
+  // MMA steps, of 16 elements of k, that 16 bytes have.
+  static constexpr int kUnitSteps = 8 / kBits;
+
+  // `first_row` is the warp's first row in the tile.
+  WeightFragments(int first_row, int lane) : row_(lane / 4) {
+    const uint32 t = lane % 4;
+    offset_ = (first_row + row_) * 128;
+    selector_ = kBits == 4 ? t | (4 + t) << 4 : 2 * t | (2 * t + 1) << 8;
+  }
+
+  // Loads kSteps steps from step `first_step` on; rows row and 8 + row have their subtrahends.
+  template <int kSteps>
+  void load(uint32 (&words)[kSteps][4], uint32 tile, int first_step,
+            const uint32 (&subtrahends)[2]) const {
+#pragma unroll
+    for (int unit = 0; unit < kSteps / kUnitSteps; ++unit) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = (first_step / kUnitSteps + unit) ^ row_;
+        uint32 bytes[4];
+        load_shared(bytes, tile + offset_ + half * 8 * 128 + at * kUnitBytes);
+        // A thread has two adjacent elements of each 8.
+        uint32 pairs[2 * kUnitSteps];
+        if constexpr (kBits == 4) {
+          const uint32 own = permute_bytes(permute_bytes(bytes[0], bytes[1], selector_),
+                                           permute_bytes(bytes[2], bytes[3], selector_), 0x5410);
+          const uint32 odd = own >> 4;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) pairs[i] = permute_bytes(own, odd, i | (4 + i) << 8);
+        } else {
+          pairs[0] = permute_bytes(bytes[0], bytes[1], selector_);
+          pairs[1] = permute_bytes(bytes[2], bytes[3], selector_);
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * kUnitSteps; ++i) {
+          words[unit * kUnitSteps + i / 2][2 * (i % 2) + half] =
+              Floats::template convert<kZeros>(pairs[i], subtrahends[half]);
+        }
+      }
+    }
+  }
+
+ private:
+  int row_;
+  int offset_;
+  uint32 selector_;
+};
+
+}  // namespace tilekern

@@ -1,0 +1,254 @@
+// Products with weights of 4 or 8 bits, which have a scale for each group of elements along k
+// (sm_90a):
+//
+//   out[m][n] = sum over groups of scale[n][group] *
+//               (sum over the group's k of (weights[n][k] - zero[n][group]) * x[m][k])
+//
+// MMAs compute the transpose: weights are lhs and pass through registers, where they become
+// integers in 16-bit floats, and rows of x are columns. Scales multiply the sums of a group in
+// float32. A CTA has one tile; one thread of a warp of its own loads k-tiles by TMA. A k-tile has
+// 128 bytes of each row of weights. Cooperative consumers have 64 rows of weights each, and others
+// alternate k-tiles of the same rows.
+#pragma once
+
+#include "gemm/sm90/config.cuh"
+#include "gemm/sm90/operand.cuh"
+#include "gemm/sm90/pipeline.cuh"
+#include "gemm/sm90/weight_fragments.cuh"
+#include "ptx.cuh"
+
+namespace tilekern {
+
+// Run-time sizes; `WeightOnlyProduct` in `plans/gemm/sm90/weight_only.py` packs the same fields in
+// the same order.
+struct WeightOnlyShape {
+  int32 m;
+  int32 n;
+  // Elements of a group, and groups of a row.
+  int32 group;
+  int32 groups;
+  // All k-tiles, and those of each split-K part, whose sums are an output of their own.
+  int32 k_tiles;
+  int32 split_k_tiles;
+  int32 batches;
+  // 1 for an operand that has the batch dimension, otherwise 0.
+  int32 x_step;
+  int32 weights_step;
+};
+
+extern __shared__ __align__(1024) unsigned char weight_only_shared[];
+
+inline constexpr int weight_only_threads(const WgmmaConfig& config) {
+  return 128 * config.consumers + 32;
+}
+
+// kGroup is the number of elements of a k-tile that have the same scale.
+template <typename T, typename Scale, typename Out, int kBits, WgmmaConfig config, int kGroup,
+          bool kZeros>
+class WeightOnlyMatmul {
+  static constexpr int kChunk = 64;
+  static constexpr int kChunks = config.block_k / kChunk;
+  static constexpr int kStep = 16;
+  using XChunk = OperandTile<T, true, config.block_n, kChunk>;
+  static constexpr int kWeightBytes = config.block_m * kTileRowBytes;
+  static constexpr int kStageBytes = kWeightBytes + kChunks * XChunk::kBytes;
+  using Pipeline = MainloopPipeline<config, kStageBytes, 0>;
+  using Fragments = WeightFragments<T, kBits, kZeros>;
+  using Floats = WeightFloats<T, kBits>;
+  using Types = WgmmaTypes<T, T>;
+  // Of a k-tile.
+  static constexpr int kGroups = config.block_k / kGroup;
+  // MMA steps of a batch of MMAs, and batches of a group.
+  static constexpr int kSteps = min_of(kChunk, kGroup) / kStep;
+  static constexpr int kBatches = kGroup / (kSteps * kStep);
+  static constexpr int kCount = config.block_n / 2;
+  static_assert(config.block_k * kBits == 8 * kTileRowBytes && config.block_k % kGroup == 0);
+  static constexpr int kKConsumers = config.consumers / config.tile_consumers();
+  static_assert(config.consumer_m() == 64);
+
+ public:
+  WeightOnlyMatmul(const WeightOnlyShape& shape, const Scale* scales, const int8* zeros, Out* out)
+      : shape_(shape),
+        scales_(scales),
+        zeros_(zeros),
+        out_(out),
+        stages_(shared_address(weight_only_shared)),
+        pipeline_(stages_, stages_, stages_ + Pipeline::kStagesBytes),
+        results_(stages_ + Pipeline::kStagesBytes + Pipeline::kBarriersBytes),
+        batch_(blockIdx.z % shape.batches),
+        split_(blockIdx.z / shape.batches),
+        first_tile_(split_ * shape.split_k_tiles),
+        tiles_(min_of(shape.split_k_tiles, shape.k_tiles - first_tile_)) {}
+
+  void run(const TensorMap& weights, const TensorMap& x) {
+    if (threadIdx.x == 0) {
+      prefetch_tensor_map(weights);
+      prefetch_tensor_map(x);
+      pipeline_.init();
+      fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x / 128 < config.consumers) {
+      consume();
+    } else if (threadIdx.x % 128 == 0) {
+      produce(weights, x);
+    }
+  }
+
+ private:
+  void produce(const TensorMap& weights, const TensorMap& x) const {
+    const int row = blockIdx.x * config.block_m, token = blockIdx.y * config.block_n;
+    typename Pipeline::State state;
+    for (int tile = 0; tile < tiles_; ++tile, state.advance()) {
+      const uint32 full = pipeline_.full(state.stage), to = pipeline_.stage(state.stage);
+      pipeline_.wait_empty(state);
+      mbarrier_arrive_expect_tx(full, kStageBytes);
+      const int k_tile = first_tile_ + tile;
+      tma_load(to, weights, {{k_tile * kTileRowBytes, row, batch_ * shape_.weights_step, 0, 0}},
+               full);
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        tma_load(to + kWeightBytes + chunk * XChunk::kBytes, x,
+                 {{k_tile * config.block_k + chunk * kChunk, token, batch_ * shape_.x_step, 0, 0}},
+                 full);
+      }
+    }
+  }
+
+  void consume() {
+    const int lane = threadIdx.x % 32;
+    const int warp_row = threadIdx.x / 32 % (4 * config.tile_consumers()) * 16;
+    const int first = threadIdx.x / 128 % kKConsumers;
+    const Fragments fragments(warp_row, lane);
+    const int row = blockIdx.x * config.block_m + warp_row + lane / 4;
+    int64 first_group[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64 weights_row = static_cast<int64>(batch_ * shape_.weights_step) * shape_.n +
+                                min_of(row + 8 * half, shape_.n - 1);
+      first_group[half] = weights_row * shape_.groups;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) result_[i] = 0;
+    typename Pipeline::State state;
+    state.skip(first);
+    for (int tile = first; tile < tiles_; tile += kKConsumers, state.skip(kKConsumers)) {
+      load_scales(first_group, first_tile_ + tile);
+      pipeline_.wait_full(state);
+      multiply_tile(fragments, pipeline_.stage(state.stage));
+      pipeline_.release(state.stage);
+    }
+    if constexpr (kKConsumers > 1) {
+      add_results();
+      if (first > 0) return;
+    }
+    store(row, blockIdx.y * config.block_n + lane % 4 * 2);
+  }
+
+  // Elements behind the last group are zeros of x.
+  void load_scales(const int64 (&first_group)[2], int k_tile) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int own = kGroups > 1 ? k_tile * kGroups + group : k_tile * kGroup / shape_.group;
+      const int at = min_of(own, shape_.groups - 1);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        factors_[group][half] = to_float(scales_[first_group[half] + at]);
+        const int zero = kZeros ? zeros_[first_group[half] + at] : 0;
+        subtrahends_[group][half] = Floats::subtrahend(zero);
+      }
+    }
+  }
+
+  // While the MMAs of a batch run, the fragments of the next one are converted. The sums of a group
+  // are added to the result when the first MMAs of the next group run.
+  void multiply_tile(const Fragments& fragments, uint32 stage) {
+    const uint64 x = XChunk::descriptor(stage + kWeightBytes);
+    uint32 words[2][kSteps][4];
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int batch = 0; batch < kBatches; ++batch) {
+        const int first_step = (group * kBatches + batch) * kSteps;
+        auto& own = words[(group * kBatches + batch) % 2];
+        fragments.load(own, stage, first_step, subtrahends_[group]);
+        auto& sums = sums_[group % 2];
+        warpgroup_fence_operand(sums);
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          const int step = first_step + i;
+          const uint64 rhs =
+              x + step / 4 * (XChunk::kBytes / kDescriptorUnit) + XChunk::offset(0, step % 4);
+          multiply<Types, SignsAndOrders<true, true>>(sums, own[i], rhs, batch + i > 0);
+        }
+        warpgroup_commit_batch();
+        warpgroup_wait<1>();
+        if (group > 0 && batch == 0) promote(group - 1);
+      }
+    }
+    warpgroup_wait<0>();
+    promote(kGroups - 1);
+  }
+
+  void promote(int group) {
+    auto& sums = sums_[group % 2];
+    warpgroup_fence_operand(sums);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) result_[i] += sums[i] * factors_[group][i >> 1 & 1];
+  }
+
+  // Adds those of the other consumers to the first one's, in order.
+  void add_results() {
+    const int consumer = threadIdx.x / 128;
+    const auto address = [&](int other, int i) {
+      return results_ + ((other * kCount + i) * 128 + threadIdx.x % 128) * 4;
+    };
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (consumer > 0) store_shared(address(consumer - 1, i), result_[i]);
+    }
+    asm volatile("bar.sync %0, %1;" ::"r"(1), "n"(128 * config.consumers) : "memory");
+    if (consumer > 0) return;
+#pragma unroll
+    for (int other = 0; other < kKConsumers - 1; ++other) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) result_[i] += load_shared_as<float>(address(other, i));
+    }
+  }
+
+  void store(int row, int token) const {
+    const int64 batch = static_cast<int64>(split_) * shape_.batches + batch_;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int n = row + (i >> 1 & 1) * 8, m = token + i / 4 * 8 + (i & 1);
+      if (n >= shape_.n || m >= shape_.m) continue;
+      out_[(batch * shape_.m + m) * shape_.n + n] = from_float<Out>(result_[i]);
+    }
+  }
+
+  const WeightOnlyShape& shape_;
+  const Scale* scales_;
+  const int8* zeros_;
+  Out* out_;
+  uint32 stages_;
+  Pipeline pipeline_;
+  uint32 results_;
+  int batch_, split_, first_tile_, tiles_;
+  float factors_[kGroups][2];
+  uint32 subtrahends_[kGroups][2];
+  float sums_[2][kCount];
+  float result_[kCount];
+};
+
+template <typename T, typename Scale, typename Out, int kBits, WgmmaConfig config, int kGroup,
+          bool kZeros, int kCtas>
+__global__ void __launch_bounds__(weight_only_threads(config), kCtas)
+    weight_only_matmul(const __grid_constant__ TensorMap weights,
+                       const __grid_constant__ TensorMap x, const Scale* scales, const int8* zeros,
+                       Out* out, const __grid_constant__ WeightOnlyShape shape) {
+  WeightOnlyMatmul<T, Scale, Out, kBits, config, kGroup, kZeros>(shape, scales, zeros, out)
+      .run(weights, x);
+}
+
+}  // namespace tilekern

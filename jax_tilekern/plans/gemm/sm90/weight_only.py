@@ -1,0 +1,281 @@
+"""Plans of ``gemm/sm90/weight_only_matmul.cuh``: products with weights of 4 or 8 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
+from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
+from jax_tilekern.plans.gpu import RESERVED_SHARED_BYTES, VECTOR_BYTES, WARP, Gpu
+from jax_tilekern.plans.launch import (
+    MAX_GRID,
+    Buffer,
+    Launch,
+    LaunchPlan,
+    NoKernel,
+    Scalars,
+    TensorMap,
+)
+
+_ROW_BYTES = 128  # of weights in a k-tile, and of x in a chunk
+_CONSUMER_ROWS = 64
+_CHUNK = 64  # elements of a row of x in a chunk
+_TOKENS = (8, 16, 32, 64)
+_ITEM_BYTES = 2
+_MAX_STAGES = 12
+_BARRIERS_BYTES = 2 * 8 * _MAX_STAGES
+# A part of k has so many k-tiles at least, so that its partial sums are few beside its operands.
+_SPLIT_K_TILES = 4
+_GROUPS = (32, 64, 128)
+_TENSOR_MAP_DTYPES: dict[np.dtype[Any], Any] = {BF16: "bfloat16", F16: "float16"}
+
+
+@dataclass(frozen=True)
+class WeightOnlyProduct:
+    """A product of ``x`` and weights of integers: ``[batch, m, k]`` and ``[batch, n, k]``.
+
+    Attributes
+    ----------
+    m, n, k
+        Sizes.
+    bits
+        Of a weight, 4 or 8. Two weights of 4 bits are a byte, the first one in its low half.
+    group
+        Adjacent elements along ``k`` that have a scale; the last group may have fewer.
+    dtype, scale_dtype
+        Types of ``x`` and the result, and of scales ``[batch, n, groups]``.
+    has_zeros
+        Whether there are zero points, of int8 in the shape of the scales.
+    batch
+        Number of products.
+    x_batched, weights_batched
+        Whether operands have the batch dimension.
+    """
+
+    m: int
+    n: int
+    k: int
+    bits: int
+    group: int
+    dtype: np.dtype[Any]
+    scale_dtype: np.dtype[Any] = F32
+    has_zeros: bool = False
+    batch: int = 1
+    x_batched: bool = True
+    weights_batched: bool = True
+
+    @property
+    def block_k(self) -> int:
+        """Elements along ``k`` of a k-tile."""
+        return 8 * _ROW_BYTES // self.bits
+
+    @property
+    def groups(self) -> int:
+        return math.ceil(self.k / self.group)
+
+    @property
+    def k_tiles(self) -> int:
+        return math.ceil(self.k / self.block_k)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of a CTA's tile, and how many CTAs an SM is to hold."""
+
+    tokens: int
+    consumers: int
+    cooperative: bool
+    stages: int
+    ctas: int
+
+    @property
+    def rows(self) -> int:
+        return _CONSUMER_ROWS * (self.consumers if self.cooperative else 1)
+
+    @property
+    def result_bytes(self) -> int:
+        """Results of consumers that the first one adds to its own."""
+        if self.cooperative:
+            return 0
+        return 4 * _CONSUMER_ROWS * self.tokens * (self.consumers - 1)
+
+
+def refusal(problem: WeightOnlyProduct, gpu: Gpu) -> str:
+    """Return why no kernel covers a product, or nothing."""
+    if gpu.compute_capability[0] != 9:
+        return f"kernels of 4- and 8-bit weights are for Hopper, and {gpu.name} has {gpu.arch}"
+    if problem.dtype not in _TENSOR_MAP_DTYPES:
+        return f"kernels of 4- and 8-bit weights take bfloat16 and float16, not {problem.dtype}"
+    if problem.k * problem.bits % (8 * VECTOR_BYTES) or problem.k * _ITEM_BYTES % VECTOR_BYTES:
+        return f"rows of {problem.k} elements are no multiple of {VECTOR_BYTES} bytes"
+    whole = problem.group >= problem.k or problem.group % problem.block_k == 0
+    if problem.group not in _GROUPS and not whole:
+        return f"kernels of 4- and 8-bit weights have groups of 32, 64 and 128, not {problem.group}"
+    if min(problem.m, problem.n, problem.k, problem.batch) == 0:
+        return "there is nothing to multiply"
+    return ""
+
+
+def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan ``out`` of ``weights``, ``x``, ``scales``, and ``zeros`` if there are any.
+
+    ``weights`` are bytes of shape ``(batch, n, k * bits / 8)``.
+    """
+    if why := refusal(problem, gpu):
+        return NoKernel(why)
+    tile = tile_of(problem, gpu)
+    tiles = math.ceil(problem.n / tile.rows), math.ceil(problem.m / tile.tokens)
+    splits, split_k_tiles = _split(problem, math.prod(tiles) * problem.batch, tile, gpu)
+    if tiles[1] > MAX_GRID[1] or problem.batch * splits > MAX_GRID[2]:
+        return NoKernel(f"{problem.m} rows of {problem.batch} products exceed a grid")
+    has_zeros = problem.has_zeros
+    out = 3 + has_zeros
+    partial = splits > 1
+    kernel = kernel_of(problem, tile, F32 if partial else problem.dtype)
+    kernels = [kernel]
+    sums = None
+    if partial:
+        m, n = problem.m, problem.n
+        geometry = MatmulGeometry(
+            batch=(problem.batch,), m=m, n=n, k=problem.k,
+            lhs_strides=(m * problem.k, problem.k, 1), rhs_strides=(n * problem.k, 1, problem.k),
+            out_strides=(m * n, n, 1),
+        )  # fmt: skip
+        sums = SumPass(geometry, splits, F32, problem.dtype)
+        kernels.append(sums.kernel)
+    compiled = compile_kernels(*kernels, arch=gpu.arch)
+    shape = Scalars.pack(
+        "9i",
+        problem.m,
+        problem.n,
+        problem.group,
+        problem.groups,
+        problem.k_tiles,
+        split_k_tiles,
+        problem.batch,
+        problem.x_batched,
+        problem.weights_batched,
+    )
+    launches = [
+        Launch(
+            entry=compiled.entry(kernel.name),
+            grid=(*tiles, problem.batch * splits),
+            block=(128 * tile.consumers + WARP, 1, 1),
+            parameters=(
+                *_maps(problem, tile),
+                Buffer(2),
+                Buffer(3 if has_zeros else 2),
+                Buffer(out + partial),
+                shape,
+            ),
+            shared_memory_bytes=tile.stages * _stage_bytes(problem, tile)
+            + tile.result_bytes
+            + _BARRIERS_BYTES,
+        )
+    ]
+    if sums is not None:
+        launches.append(sums.launch(compiled, Buffer(out + 1), Buffer(out)))
+    text = (
+        f"{tile.rows}x{tile.tokens} tiles of the transpose, {problem.bits}-bit weights by registers"
+    )
+    return LaunchPlan(
+        name=f"weight_only_matmul int{problem.bits} {problem.dtype}",
+        gpu=gpu,
+        launches=tuple(launches),
+        alignments=(VECTOR_BYTES,) * 2 + (4,) * (1 + has_zeros) + (VECTOR_BYTES,),
+        workspace_bytes=(sums.workspace_bytes,) if sums else (),
+        reason=f"{text}, {problem.bits}-bit weights by registers"
+        + (f", k in {splits} parts" if partial else ""),
+    )
+
+
+def _stage_bytes(problem: WeightOnlyProduct, tile: Tile) -> int:
+    return (tile.rows + problem.block_k // _CHUNK * tile.tokens) * _ROW_BYTES
+
+
+def tile_of(problem: WeightOnlyProduct, gpu: Gpu) -> Tile:
+    """Return tiles of all rows of ``x``, as far as accumulators have registers.
+
+    A tile of few rows has two consumers along k and leaves registers for another CTA, so that loads
+    and conversions overlap. Of many rows, two consumers share the tile in shared memory.
+    """
+    tokens = next((x for x in _TOKENS if x >= problem.m), _TOKENS[-1])
+    few = tokens <= _TOKENS[1]
+    tile = Tile(tokens, consumers=2, cooperative=not few, stages=1, ctas=2 if few else 1)
+    room = (gpu.shared_memory_bytes + RESERVED_SHARED_BYTES) // tile.ctas - RESERVED_SHARED_BYTES
+    stages = (room - tile.result_bytes - _BARRIERS_BYTES) // _stage_bytes(problem, tile)
+    return dataclasses.replace(tile, stages=min(stages, _MAX_STAGES))
+
+
+def _split(problem: WeightOnlyProduct, tiles: int, tile: Tile, gpu: Gpu) -> tuple[int, int]:
+    """Return parts of k, and k-tiles of each: as many CTAs as a GPU holds, if there are fewer."""
+    slots = gpu.available_sms * tile.ctas
+    most = max(1, problem.k_tiles // _SPLIT_K_TILES)
+    split_k_tiles = math.ceil(problem.k_tiles / min(most, max(1, slots // tiles)))
+    return math.ceil(problem.k_tiles / split_k_tiles), split_k_tiles
+
+
+def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Kernel:
+    """Return the kernel with a type of the result, which is float32 for parts of k."""
+    config = cxx_config(
+        "WgmmaConfig",
+        block_m=tile.rows,
+        block_n=tile.tokens,
+        block_k=problem.block_k,
+        stages=tile.stages,
+        consumers=tile.consumers,
+        cooperative=tile.cooperative,
+        cluster=1,
+        lhs_k_major=True,
+        rhs_k_major=True,
+        out_m_major=True,
+        tma_store=False,
+        promote=True,
+        parts=1,
+        pair=False,
+        lhs_pair=False,
+    )
+    types = ", ".join(CXX_TYPES[x] for x in (problem.dtype, problem.scale_dtype, out))
+    group = min(problem.group, problem.block_k) if problem.group < problem.k else problem.block_k
+    zeros = "true" if problem.has_zeros else "false"
+    return Kernel(
+        "gemm/sm90/weight_only_matmul.cuh",
+        f"tilekern::weight_only_matmul<{types}, {problem.bits}, {config}, {group}, {zeros}, "
+        f"{tile.ctas}>",
+    )
+
+
+def _maps(problem: WeightOnlyProduct, tile: Tile) -> tuple[TensorMap, TensorMap]:
+    def map_of(
+        buffer: int, dtype: Any, size: int, rows: int, row: int, box: tuple[int, int], batched: bool
+    ) -> TensorMap:
+        return TensorMap(
+            buffer=buffer,
+            dtype=dtype,
+            sizes=(row // size, rows, problem.batch if batched else 1, 1, 1),
+            strides_bytes=(row, rows * row, rows * row, rows * row),
+            box=(*box, 1, 1, 1),
+            swizzle=128,
+        )
+
+    row = problem.k * problem.bits // 8
+    return (
+        map_of(0, "uint8", 1, problem.n, row, (_ROW_BYTES, tile.rows), problem.weights_batched),
+        map_of(
+            1,
+            _TENSOR_MAP_DTYPES[problem.dtype],
+            _ITEM_BYTES,
+            problem.m,
+            problem.k * _ITEM_BYTES,
+            (_CHUNK, tile.tokens),
+            problem.x_batched,
+        ),
+    )

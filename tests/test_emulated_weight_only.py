@@ -1,0 +1,132 @@
+"""Kernels of products with weights of 4 and 8 bits, emulated on a CPU."""
+
+import emulated_plans
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from products import BF16, F16, F32, H100
+
+from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.plans.gemm.sm90.weight_only import (
+    WeightOnlyProduct,
+    kernel_of,
+    plan_weight_only,
+    tile_of,
+)
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.launch import NoKernel
+
+pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+
+INTEGERS = {4: np.dtype(ml_dtypes.int4), 8: np.dtype(np.int8)}
+
+
+def as_bytes(weights):
+    """Return weights as they lie in memory, by JAX's definition of a bit-cast."""
+    if weights.dtype == np.int8:
+        return weights.view(np.uint8)
+    pairs = weights.reshape(*weights.shape[:-1], -1, 2)
+    return np.asarray(lax.bitcast_convert_type(jnp.asarray(pairs), jnp.uint8))
+
+
+def drawn(rng, problem):
+    """Return operands of a plan, and the weights that they stand for in float64."""
+    integers = INTEGERS[problem.bits]
+    info = ml_dtypes.iinfo(integers)
+    batch = problem.batch if problem.weights_batched else 1
+    shape = (batch, problem.n, problem.k)
+    weights = rng.integers(info.min, info.max + 1, shape).astype(integers)
+    scales = np.exp2(rng.uniform(-8, 0, (batch, problem.n, problem.groups)))
+    scales = scales.astype(problem.scale_dtype)
+    zeros = rng.integers(info.min, info.max + 1, scales.shape).astype(np.int8)
+    rows = (problem.batch if problem.x_batched else 1, problem.m, problem.k)
+    x = rng.standard_normal(rows).astype(problem.dtype)
+    operands = [as_bytes(weights), x, scales, *([zeros] if problem.has_zeros else [])]
+
+    def of_elements(groups):
+        return np.repeat(np.float64(groups), problem.group, axis=-1)[..., : problem.k]
+
+    exact = np.float64(weights.astype(np.int32)) - problem.has_zeros * of_elements(zeros)
+    return operands, exact * of_elements(scales)
+
+
+def check(rng, problem, gpu=H100, **how):
+    operands, weights = drawn(rng, problem)
+    with emulated_plans.record() as recorded:
+        plan = plan_weight_only(problem, gpu)
+    assert not isinstance(plan, NoKernel), plan
+    results = [((problem.batch, problem.m, problem.n), problem.dtype)]
+    (found,) = emulated_plans.run_plan(plan, recorded, operands, results, **how)
+    x = np.float64(operands[1].astype(np.float32))
+    expected = np.einsum("bmk,bnk->bmn", x, weights)
+    terms = np.einsum("bmk,bnk->bmn", np.abs(x), np.abs(weights))
+    # Sums in float32, and the rounding of the result.
+    bound = (problem.k + 1) * np.finfo(np.float32).eps * terms
+    bound += ml_dtypes.finfo(problem.dtype).eps / 2 * (np.abs(expected) + bound)
+    assert (np.abs(np.float64(found.astype(np.float32)) - expected) <= bound).all()
+    return plan
+
+
+CALLS = {
+    "one row": WeightOnlyProduct(1, 200, 640, 4, 128, BF16),
+    "zeros": WeightOnlyProduct(9, 70, 544, 4, 32, BF16, BF16, has_zeros=True),
+    "many rows": WeightOnlyProduct(150, 130, 320, 4, 64, F16, has_zeros=True),
+    "whole rows": WeightOnlyProduct(20, 136, 672, 4, 672, F16),
+    "bytes": WeightOnlyProduct(3, 65, 400, 8, 128, BF16),
+    "bytes, zeros": WeightOnlyProduct(33, 129, 272, 8, 32, BF16, has_zeros=True),
+    "bytes of float16": WeightOnlyProduct(8, 64, 1040, 8, 64, F16, F16, has_zeros=True),
+    "bytes in large groups": WeightOnlyProduct(2, 70, 1040, 8, 256, F16),
+    "batches": WeightOnlyProduct(5, 70, 288, 4, 64, BF16, batch=3, has_zeros=True),
+    "one x": WeightOnlyProduct(5, 70, 288, 8, 64, BF16, batch=2, x_batched=False),
+    "one matrix": WeightOnlyProduct(5, 70, 288, 8, 32, BF16, batch=2, weights_batched=False),
+    "parts of k": WeightOnlyProduct(4, 64, 4096, 4, 128, BF16, batch=2, has_zeros=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.one_in(3)
+def test_values(rng, name):
+    plan = check(rng, CALLS[name], backwards=bool(rng.integers(2)))
+    assert (len(plan.launches) > 1) == ("parts" in plan.reason)
+
+
+@pytest.mark.parametrize("late", [("reads",), ("writes",), ("reads", "writes")])
+@pytest.mark.parametrize("name", ["zeros", "bytes, zeros"])
+@pytest.mark.one_in(6)
+def test_asynchronous_copies_are_waited_for(rng, name, late):
+    check(rng, CALLS[name], late=late)
+
+
+@pytest.mark.parametrize("m", [1, 16, 32, 64])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.one_in(4)
+def test_kernels_neither_spill_nor_serialize(m, bits, group):
+    problem = WeightOnlyProduct(m, 14336, 4096, bits, group, BF16, F32, has_zeros=True)
+    for out in (BF16, F32):
+        compiled = compile_kernels(kernel_of(problem, tile_of(problem, H100), out), arch=H100.arch)
+        (entry,) = compiled.entries
+        assert entry.spill_bytes == entry.stack_bytes == 0
+        assert compiled.log == ""
+
+
+def test_decode_has_ctas_for_a_gpu():
+    plan = plan_weight_only(WeightOnlyProduct(1, 4096, 14336, 4, 128, BF16), H100)
+    assert np.prod(plan.launches[0].grid) > H100.sm_count
+    assert "parts" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("problem", "gpu", "why"),
+    [
+        (CALLS["one row"], known_gpu("sm_80"), "Hopper"),
+        (WeightOnlyProduct(1, 8, 64, 4, 64, F32), H100, "not float32"),
+        (WeightOnlyProduct(1, 8, 48, 4, 64, BF16), H100, "rows of 48 elements"),
+        (WeightOnlyProduct(1, 8, 96, 4, 48, BF16), H100, "not 48"),
+        (WeightOnlyProduct(0, 8, 64, 4, 64, BF16), H100, "nothing to multiply"),
+    ],
+)
+def test_what_no_kernel_covers(problem, gpu, why):
+    assert why in plan_weight_only(problem, gpu).reason
