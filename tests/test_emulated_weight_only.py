@@ -32,56 +32,66 @@ def as_bytes(weights):
 
 
 def drawn(rng, problem):
-    """Return operands of a plan, and the weights that they stand for in float64."""
+    """Return operands of a plan, and in float64 the weights and their slopes in the integers."""
     integers = INTEGERS[problem.bits]
     info = ml_dtypes.iinfo(integers)
     batch = problem.batch if problem.weights_batched else 1
     shape = (batch, problem.n, problem.k)
+    of_scales = (batch, -(-problem.n // problem.row_block), problem.groups)
     weights = rng.integers(info.min, info.max + 1, shape).astype(integers)
-    scales = np.exp2(rng.uniform(-8, 0, (batch, problem.n, problem.groups)))
+    scales = np.exp2(rng.uniform(-8, 0, of_scales))
     scales = scales.astype(problem.scale_dtype)
-    zeros = rng.integers(info.min, info.max + 1, scales.shape).astype(np.int8)
+    zeros = rng.uniform(info.min, info.max, scales.shape)
+    zeros = np.where(rng.integers(2, size=scales.shape), np.rint(zeros), zeros)
+    zeros = zeros.astype(problem.zero_dtype or F32)
     rows = (problem.batch if problem.x_batched else 1, problem.m, problem.k)
     x = rng.standard_normal(rows).astype(problem.dtype)
-    operands = [as_bytes(weights), x, scales, *([zeros] if problem.has_zeros else [])]
+    has_zeros = problem.zero_dtype is not None
+    operands = [as_bytes(weights), x, scales, *([zeros] if has_zeros else [])]
 
     def of_elements(groups):
-        return np.repeat(np.float64(groups), problem.group, axis=-1)[..., : problem.k]
+        rows = np.repeat(np.float64(groups), problem.row_block, axis=1)[:, : problem.n]
+        return np.repeat(rows, problem.group, axis=-1)[..., : problem.k]
 
-    exact = np.float64(weights.astype(np.int32)) - problem.has_zeros * of_elements(zeros)
-    return operands, exact * of_elements(scales)
+    exact = np.float64(weights.astype(np.int32)) - has_zeros * of_elements(zeros)
+    slopes = of_elements(scales)
+    return operands, exact * slopes, slopes
 
 
 def check(rng, problem, gpu=H100, **how):
-    operands, weights = drawn(rng, problem)
+    operands, weights, slopes = drawn(rng, problem)
     with emulated_plans.record() as recorded:
         plan = plan_weight_only(problem, gpu)
     assert not isinstance(plan, NoKernel), plan
-    results = [((problem.batch, problem.m, problem.n), problem.dtype)]
+    results = [((problem.batch, problem.m, problem.n), problem.out_dtype)]
     (found,) = emulated_plans.run_plan(plan, recorded, operands, results, **how)
     x = np.float64(operands[1].astype(np.float32))
     expected = np.einsum("bmk,bnk->bmn", x, weights)
     terms = np.einsum("bmk,bnk->bmn", np.abs(x), np.abs(weights))
     # Sums in float32, and the rounding of the result.
     bound = (problem.k + 1) * np.finfo(np.float32).eps * terms
-    bound += ml_dtypes.finfo(problem.dtype).eps / 2 * (np.abs(expected) + bound)
+    if problem.zero_dtype is not None:
+        # The rest of a zero point is at most a half, and rounded; so is the difference to it.
+        halves = np.einsum("bmk,bnk->bmn", np.abs(x), slopes) / 2
+        bound += ml_dtypes.finfo(problem.dtype).eps / 2 * (terms + 2 * halves)
+    bound += ml_dtypes.finfo(problem.out_dtype).eps / 2 * (np.abs(expected) + bound)
     assert (np.abs(np.float64(found.astype(np.float32)) - expected) <= bound).all()
     return plan
 
 
 CALLS = {
-    "one row": WeightOnlyProduct(1, 200, 640, 4, 128, BF16),
-    "zeros": WeightOnlyProduct(9, 70, 544, 4, 32, BF16, BF16, has_zeros=True),
-    "many rows": WeightOnlyProduct(150, 130, 320, 4, 64, F16, has_zeros=True),
-    "whole rows": WeightOnlyProduct(20, 136, 672, 4, 672, F16),
-    "bytes": WeightOnlyProduct(3, 65, 400, 8, 128, BF16),
-    "bytes, zeros": WeightOnlyProduct(33, 129, 272, 8, 32, BF16, has_zeros=True),
-    "bytes of float16": WeightOnlyProduct(8, 64, 1040, 8, 64, F16, F16, has_zeros=True),
-    "bytes in large groups": WeightOnlyProduct(2, 70, 1040, 8, 256, F16),
-    "batches": WeightOnlyProduct(5, 70, 288, 4, 64, BF16, batch=3, has_zeros=True),
-    "one x": WeightOnlyProduct(5, 70, 288, 8, 64, BF16, batch=2, x_batched=False),
-    "one matrix": WeightOnlyProduct(5, 70, 288, 8, 32, BF16, batch=2, weights_batched=False),
-    "parts of k": WeightOnlyProduct(4, 64, 4096, 4, 128, BF16, batch=2, has_zeros=True),
+    "one row": WeightOnlyProduct(1, 200, 640, 4, 128, BF16, BF16),
+    "zeros": WeightOnlyProduct(9, 70, 544, 4, 32, BF16, BF16, BF16, F32),
+    "many rows": WeightOnlyProduct(150, 130, 320, 4, 64, F16, F16, zero_dtype=F16),
+    "whole rows": WeightOnlyProduct(20, 136, 672, 4, 672, F16, F32),
+    "bytes": WeightOnlyProduct(3, 65, 400, 8, 128, BF16, F32, row_block=65),
+    "bytes, zeros": WeightOnlyProduct(33, 129, 272, 8, 32, BF16, BF16, zero_dtype=F32),
+    "bytes of float16": WeightOnlyProduct(8, 64, 1040, 8, 64, F16, F16, F16, F16, row_block=30),
+    "bytes in large groups": WeightOnlyProduct(2, 70, 1040, 8, 256, F16, F16),
+    "batches": WeightOnlyProduct(5, 70, 288, 4, 64, BF16, BF16, F32, BF16, 64, 3),
+    "one x": WeightOnlyProduct(5, 70, 288, 8, 64, BF16, BF16, batch=2, x_batched=False),
+    "one matrix": WeightOnlyProduct(5, 70, 288, 8, 32, BF16, BF16, batch=2, weights_batched=False),
+    "parts of k": WeightOnlyProduct(4, 64, 4096, 4, 128, BF16, BF16, F32, F32, batch=2),
 }
 
 
@@ -104,7 +114,7 @@ def test_asynchronous_copies_are_waited_for(rng, name, late):
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.one_in(4)
 def test_kernels_neither_spill_nor_serialize(m, bits, group):
-    problem = WeightOnlyProduct(m, 14336, 4096, bits, group, BF16, F32, has_zeros=True)
+    problem = WeightOnlyProduct(m, 14336, 4096, bits, group, BF16, BF16, F32, F32)
     for out in (BF16, F32):
         compiled = compile_kernels(kernel_of(problem, tile_of(problem, H100), out), arch=H100.arch)
         (entry,) = compiled.entries
@@ -113,7 +123,7 @@ def test_kernels_neither_spill_nor_serialize(m, bits, group):
 
 
 def test_decode_has_ctas_for_a_gpu():
-    plan = plan_weight_only(WeightOnlyProduct(1, 4096, 14336, 4, 128, BF16), H100)
+    plan = plan_weight_only(WeightOnlyProduct(1, 4096, 14336, 4, 128, BF16, BF16), H100)
     assert np.prod(plan.launches[0].grid) > H100.sm_count
     assert "parts" in plan.reason
 
@@ -122,10 +132,11 @@ def test_decode_has_ctas_for_a_gpu():
     ("problem", "gpu", "why"),
     [
         (CALLS["one row"], known_gpu("sm_80"), "Hopper"),
-        (WeightOnlyProduct(1, 8, 64, 4, 64, F32), H100, "not float32"),
-        (WeightOnlyProduct(1, 8, 48, 4, 64, BF16), H100, "rows of 48 elements"),
-        (WeightOnlyProduct(1, 8, 96, 4, 48, BF16), H100, "not 48"),
-        (WeightOnlyProduct(0, 8, 64, 4, 64, BF16), H100, "nothing to multiply"),
+        (WeightOnlyProduct(1, 8, 64, 4, 64, F32, F32), H100, "not float32"),
+        (WeightOnlyProduct(1, 8, 64, 4, 64, BF16, F16), H100, "no float16 of bfloat16"),
+        (WeightOnlyProduct(1, 8, 48, 4, 64, BF16, BF16), H100, "rows of 48 elements"),
+        (WeightOnlyProduct(1, 8, 96, 4, 48, BF16, BF16), H100, "not 48"),
+        (WeightOnlyProduct(0, 8, 64, 4, 64, BF16, BF16), H100, "nothing to multiply"),
     ],
 )
 def test_what_no_kernel_covers(problem, gpu, why):

@@ -18,49 +18,57 @@ inline uint32 subtract_pair(float16, uint32 left, uint32 right) {
   return result;
 }
 
-// The conversion of pairs of integers to pairs of T. The bits of an integer are the lowest ones of
-// the mantissa of kOffset, whose unit is 1. With its sign inverted, an integer adds itself and
-// kBias to that.
-template <typename T, int kBits>
+// The conversion of pairs of integers to pairs of T, less a zero point.
+//
+// The bits of an integer are the lowest ones of the mantissa of kOffset, whose unit is 1. With its
+// sign inverted, an integer adds itself and kBias to that. A zero point has an integer, within
+// limits, whose difference is exact, and a rest, which is 0 if it is such an integer.
+template <typename T, int kBits, bool kZeros>
 struct WeightFloats {
   static constexpr bool kIsBf16 = kSame<T, bfloat16>;
   // The mantissa of bfloat16 has room for 7 bits.
   static constexpr bool kSignApart = kIsBf16 && kBits == 8;
-  static constexpr int kOffset = kIsBf16 ? 128 : 1024;
+  static constexpr int kOffset = kSignApart ? 0 : kIsBf16 ? 128 : 1024;
   static constexpr int kBias = kSignApart ? 0 : 1 << (kBits - 1);
+  static constexpr int kMaxZero = 1 << (kBits - 1);
   static constexpr uint32 kOnes = 0x00010001u;
   static constexpr uint32 kOffsetBits = kOnes * (kIsBf16 ? 0x4300 : 0x6400);
   static constexpr uint32 kSigns = kOnes << (kBits - 1);
   static constexpr uint32 kIntegers = kOnes * ((1 << kBits) - 1);
 
-  // What convert() takes for a zero point.
-  static uint32 subtrahend(int zero) {
-    const float value = (kSignApart ? 0 : kOffset + kBias) + zero;
-    return from_float<T>(value).bits * kOnes;
-  }
+  // What is subtracted of both halves of a word.
+  uint32 integer, rest;
 
-  // Two integers in the lowest bits of the halves of a word, less the zero points.
-  template <bool kZeros>
-  static uint32 convert(uint32 integers, uint32 subtrahend) {
+  explicit WeightFloats(float zero) {
+    const float own = fminf(fmaxf(rintf(zero), -kMaxZero), kMaxZero);
+    integer = from_float<T>(kOffset + kBias + own).bits * kOnes;
+    rest = from_float<T>(zero - own).bits * kOnes;
+  }
+  WeightFloats() : WeightFloats(0) {}
+
+  // Converts two integers, which are in the lowest bits of the halves of a word.
+  uint32 operator()(uint32 integers) const {
+    uint32 values;
     if constexpr (kSignApart) {
       const uint32 low = (integers & kIntegers & ~kSigns) | kOffsetBits;
       const uint32 sign = (integers & kSigns) | kOffsetBits;
       // The sign's bit doubles the offset, and so subtracts it again.
-      const uint32 values = subtract_pair(T(), low, sign);
-      return kZeros ? subtract_pair(T(), values, subtrahend) : values;
+      values = subtract_pair(T(), low, sign);
+      if constexpr (kZeros) values = subtract_pair(T(), values, integer);
     } else {
-      return subtract_pair(T(), (integers & kIntegers) ^ (kOffsetBits | kSigns), subtrahend);
+      values = subtract_pair(T(), (integers & kIntegers) ^ (kOffsetBits | kSigns), integer);
     }
+    return kZeros ? subtract_pair(T(), values, rest) : values;
   }
 };
 
 // Loads fragments from a tile in rows of 128 bytes with TMA's 128-byte swizzle.
 template <typename T, int kBits, bool kZeros>
 class WeightFragments {
-  using Floats = WeightFloats<T, kBits>;
   static constexpr int kUnitBytes = 16;
 
  public:
+  using Floats = WeightFloats<T, kBits, kZeros>;
   // MMA steps, of 16 elements of k, that 16 bytes have.
   static constexpr int kUnitSteps = 8 / kBits;
 
@@ -71,10 +79,10 @@ class WeightFragments {
     selector_ = kBits == 4 ? t | (4 + t) << 4 : 2 * t | (2 * t + 1) << 8;
   }
 
-  // Loads kSteps steps from step `first_step` on; rows row and 8 + row have their subtrahends.
+  // Loads kSteps steps from step `first_step` on; rows row and 8 + row have their zero points.
   template <int kSteps>
   void load(uint32 (&words)[kSteps][4], uint32 tile, int first_step,
-            const uint32 (&subtrahends)[2]) const {
+            const Floats (&floats)[2]) const {
 #pragma unroll
     for (int unit = 0; unit < kSteps / kUnitSteps; ++unit) {
 #pragma unroll
@@ -96,8 +104,7 @@ class WeightFragments {
         }
 #pragma unroll
         for (int i = 0; i < 2 * kUnitSteps; ++i) {
-          words[unit * kUnitSteps + i / 2][2 * (i % 2) + half] =
-              Floats::template convert<kZeros>(pairs[i], subtrahends[half]);
+          words[unit * kUnitSteps + i / 2][2 * (i % 2) + half] = floats[half](pairs[i]);
         }
       }
     }

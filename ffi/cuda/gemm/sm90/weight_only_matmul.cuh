@@ -4,6 +4,8 @@
 //   out[m][n] = sum over groups of scale[n][group] *
 //               (sum over the group's k of (weights[n][k] - zero[n][group]) * x[m][k])
 //
+// where zero points are optional, and rows of weights may share scales and zero points.
+//
 // MMAs compute the transpose: weights are lhs and pass through registers, where they become
 // integers in 16-bit floats, and rows of x are columns. Scales multiply the sums of a group in
 // float32. A CTA has one tile; one thread of a warp of its own loads k-tiles by TMA. A k-tile has
@@ -24,9 +26,11 @@ namespace tilekern {
 struct WeightOnlyShape {
   int32 m;
   int32 n;
-  // Elements of a group, and groups of a row.
+  // Elements along k of a group, and groups; rows of weights that share scales, and rows of scales.
   int32 group;
   int32 groups;
+  int32 row_block;
+  int32 row_blocks;
   // All k-tiles, and those of each split-K part, whose sums are an output of their own.
   int32 k_tiles;
   int32 split_k_tiles;
@@ -43,8 +47,8 @@ inline constexpr int weight_only_threads(const WgmmaConfig& config) {
 }
 
 // kGroup is the number of elements of a k-tile that have the same scale.
-template <typename T, typename Scale, typename Out, int kBits, WgmmaConfig config, int kGroup,
-          bool kZeros>
+template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
+          int kGroup, bool kZeros>
 class WeightOnlyMatmul {
   static constexpr int kChunk = 64;
   static constexpr int kChunks = config.block_k / kChunk;
@@ -54,7 +58,7 @@ class WeightOnlyMatmul {
   static constexpr int kStageBytes = kWeightBytes + kChunks * XChunk::kBytes;
   using Pipeline = MainloopPipeline<config, kStageBytes, 0>;
   using Fragments = WeightFragments<T, kBits, kZeros>;
-  using Floats = WeightFloats<T, kBits>;
+  using Floats = typename Fragments::Floats;
   using Types = WgmmaTypes<T, T>;
   // Of a k-tile.
   static constexpr int kGroups = config.block_k / kGroup;
@@ -67,7 +71,7 @@ class WeightOnlyMatmul {
   static_assert(config.consumer_m() == 64);
 
  public:
-  WeightOnlyMatmul(const WeightOnlyShape& shape, const Scale* scales, const int8* zeros, Out* out)
+  WeightOnlyMatmul(const WeightOnlyShape& shape, const Scale* scales, const Zero* zeros, Out* out)
       : shape_(shape),
         scales_(scales),
         zeros_(zeros),
@@ -124,9 +128,9 @@ class WeightOnlyMatmul {
     int64 first_group[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64 weights_row = static_cast<int64>(batch_ * shape_.weights_step) * shape_.n +
-                                min_of(row + 8 * half, shape_.n - 1);
-      first_group[half] = weights_row * shape_.groups;
+      const int64 block = static_cast<int64>(batch_ * shape_.weights_step) * shape_.row_blocks +
+                          min_of(row + 8 * half, shape_.n - 1) / shape_.row_block;
+      first_group[half] = block * shape_.groups;
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) result_[i] = 0;
@@ -154,8 +158,9 @@ class WeightOnlyMatmul {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         factors_[group][half] = to_float(scales_[first_group[half] + at]);
-        const int zero = kZeros ? zeros_[first_group[half] + at] : 0;
-        subtrahends_[group][half] = Floats::subtrahend(zero);
+        if constexpr (kZeros) {
+          floats_[group][half] = Floats(to_float(zeros_[first_group[half] + at]));
+        }
       }
     }
   }
@@ -171,7 +176,7 @@ class WeightOnlyMatmul {
       for (int batch = 0; batch < kBatches; ++batch) {
         const int first_step = (group * kBatches + batch) * kSteps;
         auto& own = words[(group * kBatches + batch) % 2];
-        fragments.load(own, stage, first_step, subtrahends_[group]);
+        fragments.load(own, stage, first_step, floats_[group]);
         auto& sums = sums_[group % 2];
         warpgroup_fence_operand(sums);
         warpgroup_arrive();
@@ -229,25 +234,25 @@ class WeightOnlyMatmul {
 
   const WeightOnlyShape& shape_;
   const Scale* scales_;
-  const int8* zeros_;
+  const Zero* zeros_;
   Out* out_;
   uint32 stages_;
   Pipeline pipeline_;
   uint32 results_;
   int batch_, split_, first_tile_, tiles_;
   float factors_[kGroups][2];
-  uint32 subtrahends_[kGroups][2];
+  Floats floats_[kGroups][2];
   float sums_[2][kCount];
   float result_[kCount];
 };
 
-template <typename T, typename Scale, typename Out, int kBits, WgmmaConfig config, int kGroup,
-          bool kZeros, int kCtas>
+template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
+          int kGroup, bool kZeros, int kCtas>
 __global__ void __launch_bounds__(weight_only_threads(config), kCtas)
     weight_only_matmul(const __grid_constant__ TensorMap weights,
-                       const __grid_constant__ TensorMap x, const Scale* scales, const int8* zeros,
+                       const __grid_constant__ TensorMap x, const Scale* scales, const Zero* zeros,
                        Out* out, const __grid_constant__ WeightOnlyShape shape) {
-  WeightOnlyMatmul<T, Scale, Out, kBits, config, kGroup, kZeros>(shape, scales, zeros, out)
+  WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros>(shape, scales, zeros, out)
       .run(weights, x);
 }
 

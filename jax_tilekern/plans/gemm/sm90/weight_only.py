@@ -50,10 +50,13 @@ class WeightOnlyProduct:
         Of a weight, 4 or 8. Two weights of 4 bits are a byte, the first one in its low half.
     group
         Adjacent elements along ``k`` that have a scale; the last group may have fewer.
-    dtype, scale_dtype
-        Types of ``x`` and the result, and of scales ``[batch, n, groups]``.
-    has_zeros
-        Whether there are zero points, of int8 in the shape of the scales.
+    dtype, out_dtype
+        Types of ``x`` and of the result, which is the same or float32.
+    scale_dtype, zero_dtype
+        Types of scales and zero points ``[batch, n / row_block, groups]``: 16-bit floats or
+        float32. There are no zero points without ``zero_dtype``.
+    row_block
+        Rows of weights that share scales and zero points.
     batch
         Number of products.
     x_batched, weights_batched
@@ -66,8 +69,10 @@ class WeightOnlyProduct:
     bits: int
     group: int
     dtype: np.dtype[Any]
+    out_dtype: np.dtype[Any]
     scale_dtype: np.dtype[Any] = F32
-    has_zeros: bool = False
+    zero_dtype: np.dtype[Any] | None = None
+    row_block: int = 1
     batch: int = 1
     x_batched: bool = True
     weights_batched: bool = True
@@ -119,6 +124,8 @@ def refusal(problem: WeightOnlyProduct, gpu: Gpu) -> str:
     whole = problem.group >= problem.k or problem.group % problem.block_k == 0
     if problem.group not in _GROUPS and not whole:
         return f"kernels of 4- and 8-bit weights have groups of 32, 64 and 128, not {problem.group}"
+    if problem.out_dtype not in (problem.dtype, F32):
+        return f"kernels of 4- and 8-bit weights have no {problem.out_dtype} of {problem.dtype}"
     if min(problem.m, problem.n, problem.k, problem.batch) == 0:
         return "there is nothing to multiply"
     return ""
@@ -136,10 +143,10 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
     splits, split_k_tiles = _split(problem, math.prod(tiles) * problem.batch, tile, gpu)
     if tiles[1] > MAX_GRID[1] or problem.batch * splits > MAX_GRID[2]:
         return NoKernel(f"{problem.m} rows of {problem.batch} products exceed a grid")
-    has_zeros = problem.has_zeros
+    has_zeros = problem.zero_dtype is not None
     out = 3 + has_zeros
     partial = splits > 1
-    kernel = kernel_of(problem, tile, F32 if partial else problem.dtype)
+    kernel = kernel_of(problem, tile, F32 if partial else problem.out_dtype)
     kernels = [kernel]
     sums = None
     if partial:
@@ -149,15 +156,17 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
             lhs_strides=(m * problem.k, problem.k, 1), rhs_strides=(n * problem.k, 1, problem.k),
             out_strides=(m * n, n, 1),
         )  # fmt: skip
-        sums = SumPass(geometry, splits, F32, problem.dtype)
+        sums = SumPass(geometry, splits, F32, problem.out_dtype)
         kernels.append(sums.kernel)
     compiled = compile_kernels(*kernels, arch=gpu.arch)
     shape = Scalars.pack(
-        "9i",
+        "11i",
         problem.m,
         problem.n,
         problem.group,
         problem.groups,
+        problem.row_block,
+        math.ceil(problem.n / problem.row_block),
         problem.k_tiles,
         split_k_tiles,
         problem.batch,
@@ -243,9 +252,10 @@ def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Ker
         pair=False,
         lhs_pair=False,
     )
-    types = ", ".join(CXX_TYPES[x] for x in (problem.dtype, problem.scale_dtype, out))
+    zero_dtype = problem.zero_dtype or problem.scale_dtype
+    types = ", ".join(CXX_TYPES[x] for x in (problem.dtype, problem.scale_dtype, zero_dtype, out))
     group = min(problem.group, problem.block_k) if problem.group < problem.k else problem.block_k
-    zeros = "true" if problem.has_zeros else "false"
+    zeros = "true" if problem.zero_dtype else "false"
     return Kernel(
         "gemm/sm90/weight_only_matmul.cuh",
         f"tilekern::weight_only_matmul<{types}, {problem.bits}, {config}, {group}, {zeros}, "
