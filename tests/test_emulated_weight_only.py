@@ -1,14 +1,18 @@
 """Kernels of products with weights of 4 and 8 bits, emulated on a CPU."""
 
 import emulated_plans
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from emulated_gpu import emulated_gpu
 from jax import lax
 from products import BF16, F16, F32, H100
 
+import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.plans.gemm.sm90.weight_only import (
     WeightOnlyProduct,
     kernel_of,
@@ -17,6 +21,7 @@ from jax_tilekern.plans.gemm.sm90.weight_only import (
 )
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.policy import policy
 
 pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 
@@ -141,3 +146,56 @@ def test_decode_has_ctas_for_a_gpu():
 )
 def test_what_no_kernel_covers(problem, gpu, why):
     assert why in plan_weight_only(problem, gpu).reason
+
+
+def float64(x):
+    return np.asarray(x, np.float64)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.int8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.one_in(2)
+def test_scaled_matmul(rng, dtype, symmetric):
+    """A product with an epilogue, mapped over rows of x and over matrices."""
+    k, n = 256, 70
+    x = jnp.asarray(rng.standard_normal((2, 3, k)), BF16)
+    w = jnp.asarray(rng.standard_normal((2, n, k)), F32)
+    values, scales, *zeros = jtk.quantize(w, block=(1, 64), dtype=dtype, symmetric=symmetric)
+
+    def product(x, values, scales, *zeros):
+        return jtk.scaled_matmul(
+            x, values, None, scales, rhs_zeros=zeros[0] if zeros else None,
+            preferred_element_type=F32, epilogue=lambda y: 2 * y,
+        )  # fmt: skip
+
+    with emulated_gpu() as ran:
+        found = jax.jit(jax.vmap(product))(x, values, scales, *zeros)
+        of_first = jax.jit(jax.vmap(product, (0, *[None] * (2 + len(zeros)))))(
+            x, *(each[0] for each in (values, scales, *zeros))
+        )
+    assert len(ran) == 2
+    exact = float64(values.astype(F32))
+    if zeros:
+        exact -= np.repeat(float64(zeros[0]), 64, axis=-1)
+    exact *= np.repeat(float64(scales), 64, axis=-1)
+    for result, weights in ((found, exact), (of_first, exact[:1])):
+        wide, weights = float64(x.astype(F32)), np.broadcast_to(weights, exact.shape)
+        expected = 2 * np.einsum("bmk,bnk->bmn", wide, weights)
+        terms = 2 * np.einsum("bmk,bnk->bmn", np.abs(wide), np.abs(weights))
+        assert (np.abs(result - expected) <= (k + 1) * np.finfo(np.float32).eps * terms).all()
+
+
+@pytest.mark.defaults
+def test_what_is_dequantised_first():
+    values, scales = jtk.quantize(jnp.ones((64, 256)), dtype=jnp.int4)
+    x = jnp.ones((4, 256), BF16)
+
+    def reason(x, values):
+        return " ".join(x.reason for x in jtk.explain(jtk.scaled_matmul, x, values, None, scales))
+
+    with gpu_target("H100"):
+        assert "are recorded" in reason(x, values)
+        with policy("kernels"):
+            assert "not float32" in reason(x.astype(F32), values)
+            assert "not float8" in reason(x, values.astype(jnp.float8_e4m3fn))
+            assert "a kernel reads" in reason(x, values)

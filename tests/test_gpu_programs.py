@@ -57,6 +57,11 @@ def capped(q, k, v):
     return jtk.attention(q, k, v, score_mod=score_mod, is_causal=True)
 
 
+def by_int4(x, w, scales):
+    with jtk.policy("kernels"):
+        return jtk.scaled_matmul(x, w, None, scales)
+
+
 SQUARE = array(1024, 1024)
 HEADS = array(2, 1024, 16, 128)
 # Function, operands, and kernels that a program launches.
@@ -70,6 +75,11 @@ READ_IN_PLACE = {
     ),
     "a layer and its gradients": (
         gradients(jtk.linear, 3), (SQUARE, SQUARE, array(1024)), {"wgmma_matmul_bf": 3},
+    ),
+    "weights of 4 bits": (
+        by_int4,
+        (array(8, 1024), array(2048, 1024, dtype=jnp.int4), array(2048, 8, dtype=jnp.float32)),
+        {"weight_only_matmul_int4_bfloat": 1},
     ),
     "groups and their gradients": (
         gradients(ragged, 2), (array(8192, 2048), array(8, 2048, 2048)),

@@ -4,9 +4,10 @@ It contracts ``x`` of 16 bits or float32 with weights, whose last dimension is c
 and zero points follow the weights. With groups it is a grouped GEMM, and the bounds of the groups
 come next. With a function it has an epilogue, whose operands come last.
 
-No kernel multiplies weights as they are. The weights are dequantised in float32, rounded to
-bfloat16 if that is the type of ``x``, and multiplied with float32 accumulators. Those for an ``x``
-of float16 stay float32, because their range is that of their scales.
+A kernel of Hopper multiplies by integers as they are, where kernels are asked for. Otherwise
+weights are dequantised in float32, rounded to bfloat16 if that is the type of ``x``, and multiplied
+with float32 accumulators. Those for an ``x`` of float16 stay float32, because their range is that
+of their scales.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop.compat import ad
+from jax_tilekern.ops.products import weight_kernel
 from jax_tilekern.ops.products.contraction import (
     as_dot_general,
     contract,
@@ -40,9 +42,12 @@ from jax_tilekern.ops.products.scaled_product import batched_factors
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.contraction import Contraction, labelled
 from jax_tilekern.plans.gemm.arithmetic import BF16, F32
+from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.linearity import tangents_out
 from jax_tilekern.primitives.operation import (
+    Operand,
     Operation,
     Planner,
     Rewrite,
@@ -285,9 +290,40 @@ def _described(**params: Any) -> str:
     return f"{text}, {described_function(call.function, call.contraction, call.operand_labels)}"
 
 
-def _by_products(_operands: Any, _results: Any, **params: Any) -> Rewrite:
+def _dequantised_first(reason: str, **params: Any) -> Rewrite:
     function = functools.partial(_by_contraction, **params)
-    return Rewrite("the weights are dequantised first: no kernel reads them as they are", function)
+    return Rewrite(f"the weights are dequantised first: {reason}", function)
+
+
+def _on_cpu(_operands: Any, _results: Any, **params: Any) -> Rewrite:
+    return _dequantised_first("no kernel of CPUs reads them as they are", **params)
+
+
+def _on_gpu(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
+    """Multiply by a kernel that reads the weights as they are where kernels are asked for."""
+    call = _Call(**params)
+    if current_policy() != "kernels":
+        kernels = 'jax_tilekern.policy("kernels") takes one'
+        return _dequantised_first(
+            f"no times of kernels that read them as they are are recorded ({kernels})", **params
+        )
+    why = "kernels of groups do not read them as they are"
+    if not call.is_grouped:
+        factors = [x.aval for x in operands[: call.factors]]
+        why = weight_kernel.why_not(call.contraction, current_gpu(), *factors)
+    if why:
+        return _dequantised_first(why, **params)
+
+    def product(*operands: Array) -> list[Array]:
+        out_dtype = F32 if call.function is not None else call.out_dtype
+        found = weight_kernel.multiply(
+            call.contraction, *operands[: call.factors], out_dtype=out_dtype
+        )
+        if call.function is None:
+            return [found.astype(call.out_dtype)]
+        return call.elementwise()(found, *operands[call.first_read :])
+
+    return Rewrite("a kernel reads the weights as they are", product)
 
 
 _bind = define(
@@ -302,7 +338,7 @@ _bind = define(
         batch=_batch,
         sharding_rule=_sharding_rule,
         localised=lambda shard, *operands, **params: _Call(**params).localised(shard, operands),
-        planners=dict.fromkeys(("cpu", "cuda"), Planner(no_refusal, _by_products)),
+        planners={"cpu": Planner(no_refusal, _on_cpu), "cuda": Planner(no_refusal, _on_gpu)},
         describe=_described,
         in_float32=in_float32,
         function_of_sum=lambda **params: _Call(**params).function_of_sum(),

@@ -60,7 +60,7 @@ class WeightOnlyMatmul {
   using Fragments = WeightFragments<T, kBits, kZeros>;
   using Floats = typename Fragments::Floats;
   using Types = WgmmaTypes<T, T>;
-  // Of a k-tile.
+  // Groups of a k-tile.
   static constexpr int kGroups = config.block_k / kGroup;
   // MMA steps of a batch of MMAs, and batches of a group.
   static constexpr int kSteps = min_of(kChunk, kGroup) / kStep;

@@ -192,9 +192,7 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
     ]
     if sums is not None:
         launches.append(sums.launch(compiled, Buffer(out + 1), Buffer(out)))
-    text = (
-        f"{tile.rows}x{tile.tokens} tiles of the transpose, {problem.bits}-bit weights by registers"
-    )
+    text = f"{tile.rows}x{tile.tokens} tiles of the transpose"
     return LaunchPlan(
         name=f"weight_only_matmul int{problem.bits} {problem.dtype}",
         gpu=gpu,
