@@ -225,7 +225,8 @@ SORTS = {
     "an argsort": (lambda x, *_: jnp.argsort(x), 1),
     "a batch": (jax.vmap(lambda x, *_: jnp.argsort(x)), 1),
     "lexsort": (lambda x, y, _: jnp.lexsort((y, x)), 2),
-    "unique": (lambda x, *_: jtk.unique(x, size=9, return_inverse=True), 1),
+    # A sort, and two cumulative sums.
+    "unique": (lambda x, *_: jtk.unique(x, size=9, return_inverse=True), 3),
 }
 
 

@@ -274,6 +274,92 @@ def test_top_k(rng):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+# Functions of a table of whole numbers that select by order and scan, and what they are.
+SORTS = "tilekern_sort_operands"
+SELECTED = {
+    "sort": (lambda x: jnp.sort(x, 0, descending=True), SORTS),
+    "argsort": (lambda x: jnp.argsort(x), SORTS),
+    "lexsort": (lambda x: jnp.lexsort((x, -x)), SORTS),
+    "lax.sort": (lambda x: lax.sort((x, -x, x * x), 0, num_keys=2), SORTS),
+    "unique": (lambda x: jnp.unique(x, size=3), SORTS),
+    "median": (lambda x: jnp.median(x, -1), "tilekern_order_statistics"),
+    "quantile": (lambda x: jnp.quantile(x, jnp.array([0, 0.5]), 0), "tilekern_order_statistics"),
+    "percentile": (
+        lambda x: jnp.percentile(x, 50, keepdims=True, method="lower"),
+        "tilekern_order_statistics",
+    ),
+    "searchsorted": (lambda x: jnp.searchsorted(x[0], x, side="right"), "tilekern_searchsorted"),
+    "digitize": (lambda x: jnp.digitize(x, jnp.array([-1, 1.0])), "tilekern_searchsorted"),
+    "jnp.cumsum": (lambda x: jnp.cumsum(x, 0), "tilekern_cumulative"),
+    "lax.cumsum": (lambda x: lax.cumsum(x, 0, reverse=True), "tilekern_cumulative"),
+}
+# The same where there is a GPU.
+SELECTED_ON_GPUS = {
+    "jnp.cumprod": (lambda x: jnp.cumprod(x, 0), "tilekern_cumulative"),
+    **{
+        name: (lambda x, name=name: getattr(lax, name)(x, 0), "tilekern_cumulative")
+        for name in ("cummax", "cummin", "cumlogsumexp")
+    },
+    "approx_max_k": (lambda x: lax.approx_max_k(x, 3), "tilekern_top_k"),
+    "approx_min_k": (lambda x: lax.approx_min_k(x, 3, 0), "tilekern_top_k"),
+}
+
+
+@pytest.mark.parametrize("name", [*SELECTED, *SELECTED_ON_GPUS])
+def test_selection_and_scans(rng, name):
+    function, primitive = (SELECTED | SELECTED_ON_GPUS)[name]
+    x = whole_table(rng, 4, 9)
+
+    def calls():
+        mapped = jax.vmap(function, 1)(x[:, None])
+        return function(x), jax.jit(lambda x: function(x))(x), mapped
+
+    expected = calls()
+    with jtk.patch():
+        assert (primitive in ours_in(function, x)) == (name in SELECTED)
+        with jtk.gpu_target("sm_90"):
+            assert primitive in ours_in(function, x)
+            if name.startswith("approx"):
+                # Which of equal elements is found is not defined.
+                x, expected = x.at[:].set(rng.permutation(36).reshape(4, 9)), None
+            found = calls()
+    assert primitive not in ours_in(function, x)
+    jax.tree.map(same_array, found, expected or calls())
+
+
+def same_array(found, expected):
+    assert jax.typeof(found) == jax.typeof(expected)
+    # Whole numbers are exact, but for logarithms.
+    slack = 1e-6 if jnp.issubdtype(found.dtype, jnp.floating) else 0
+    np.testing.assert_allclose(found, expected, rtol=slack, atol=slack)
+
+
+def test_other_selections_stay_jaxs():
+    x = jnp.ones((4, 4))
+    with jtk.patch(), jtk.gpu_target("sm_90"):
+        for function in (
+            lambda x: jnp.searchsorted(x[0], x, method="sort").astype(np.int8),
+            lambda x: lax.cumsum(x.astype(jnp.bfloat16)),
+            lambda x: lax.cumlogsumexp(x.astype(jnp.float16)),
+            lambda x: lax.approx_max_k(x, 2, aggregate_to_topk=False),
+        ):
+            assert not {*ours_in(function, x)} - {SORTS}
+        assert ours_in(lambda x: jnp.nanmedian(x, 0), x) == [SORTS]
+
+
+def test_derivatives_of_selections(rng):
+    x = jnp.asarray(rng.permutation(36).reshape(4, 9), f32)
+    for name in ("lax.sort", "median", "quantile", "jnp.cumsum", "jnp.cumprod", "approx_max_k"):
+        function = (SELECTED | SELECTED_ON_GPUS)[name][0]
+
+        def loss(x, function=function):
+            return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(function(x / 9)))
+
+        expected = jax.grad(loss)(x)
+        with jtk.patch(), jtk.gpu_target("sm_90"):
+            assert_close(jax.grad(loss)(x), expected)
+
+
 @pytest.mark.defaults
 def test_updates_take_kernels_where_these_are_faster():
     """Not of narrow rows, nor of few of them in a table that may be updated in place."""

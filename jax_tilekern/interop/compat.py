@@ -41,11 +41,15 @@ from jax._src.lib import mlir as _mlir_lib
 from jax._src.lib.mlir.dialects import func as _func
 from jax._src.lib.mlir.dialects import hlo as _hlo  # type: ignore[attr-defined]
 from jax._src.nn import functions as _nn_functions
+from jax._src.numpy import hijax as _hijax
+from jax._src.numpy import reductions as _reductions
 from jax._src.numpy import util as _numpy_util
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "ATTENTION",
+    "QUANTILE",
+    "SEARCHSORTED",
     "ClosedJaxpr",
     "Jaxpr",
     "Primitive",
@@ -93,7 +97,6 @@ __all__ = [
     "lowered_functions",
     "mlir",
     "name_p",
-    "nn_functions",
     "on_lowering",
     "one_element_axis",
     "partial_eval",
@@ -167,9 +170,15 @@ jvp_jaxpr: Callable[..., tuple[Any, list[bool]]] = _ad.jvp_jaxpr
 # jax.interpreters.partial_eval exports less of it in each version.
 partial_eval: Any = _partial_eval
 
-# jax.nn.dot_product_attention calls a function of it for all calls that do not ask for cuDNN.
-nn_functions: Any = _nn_functions
-ATTENTION = "_dot_product_attention_xla"
+# Private functions that compute what has no primitive: jax.nn.dot_product_attention for all calls
+# that do not ask for cuDNN, the quantiles and the binary searches of jax.numpy. The last one is
+# another function from jax 0.12 on.
+ATTENTION: tuple[Any, str] = _nn_functions, "_dot_product_attention_xla"
+QUANTILE: tuple[Any, str] = _reductions, "_quantile"
+SEARCHSORTED: tuple[Any, str] = (
+    _hijax,
+    "searchsorted_via_expand" if hasattr(_hijax, "searchsorted_via_expand") else "searchsorted",
+)
 
 # jax.lax exports only the other one.
 dot_general_p = _lax.dot_general_p

@@ -1,10 +1,11 @@
-"""``patch`` makes JAX's own products, attention, updates of rows and ``top_k`` trace to ours.
+"""``patch`` makes JAX's own products, attention, updates of rows, sorts and scans trace to ours.
 
 Every product of ``jax.numpy``, of ``jax.lax`` and of ``@`` is bound through one of two primitives,
 ``dot_general`` and ``ragged_dot_general``, and reductions to segments and derivatives of gathers
-are scatters. So primitives are intercepted, and no public name in JAX is changed. Attention has no
-primitive: a private function that all of it calls is replaced. The modules of the operations say
-what they replace, by :func:`replace` and :func:`replace_attention`.
+are scatters. So primitives are intercepted, and no public name in JAX is changed. Attention,
+quantiles and binary searches have no primitive: a private function that all of them call is
+replaced. The modules of the operations say
+what they replace, by :func:`replace` and :func:`replace_function`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jax_tilekern.scope import scoped
 
 @scoped
 def patch() -> Iterator[None]:
-    """Make JAX's own products, attention, updates of rows and ``top_k`` trace to this library.
+    """Make JAX's own products, attention, updates of rows, sorts and scans trace to this library.
 
     A context manager and a decorator, which needs no parentheses. Inside it ``jnp.matmul``,
     ``dot``, ``vdot``, ``tensordot``, ``inner``, ``einsum``, ``matvec``, ``vecmat``, ``lax.dot``,
@@ -43,8 +44,13 @@ def patch() -> Iterator[None]:
     ``segment_max``, ``segment_min`` and ``segment_prod``, of ``x.at[rows].add``, ``multiply``,
     ``max`` and ``min``, and of the derivatives of ``x[rows]`` and ``jnp.take``. On a GPU they are
     reductions to segments where these are predicted to be faster, as those of 16-bit types and of
-    wide rows are; elsewhere JAX's own scatter runs. ``lax.top_k`` is :func:`jax_tilekern.top_k`,
-    and ``lax.sort``, by which ``jax.numpy`` sorts, is :func:`jax_tilekern.sort_operands`.
+    wide rows are; elsewhere JAX's own scatter runs.
+
+    What selects by order is this library's, too: ``lax.sort``, by which ``jax.numpy`` sorts,
+    ``lax.top_k``, ``jnp.median``, ``quantile``, ``percentile``, ``searchsorted`` and ``digitize``,
+    and on a GPU ``lax.approx_max_k`` and ``approx_min_k``, which are exact then. So are
+    ``lax.cumsum`` and ``jnp.cumsum``, and on a GPU ``cumprod``, ``cummax``, ``cummin`` and
+    ``cumlogsumexp``. Sums, products and logarithms of 16-bit floats stay JAX's.
 
     ``jax.nn.dot_product_attention``, which ``flax.nnx`` calls, is :func:`jax_tilekern.attention`
     unless it asks for cuDNN, or a GPU has no kernel of it. A query that sees no key gives zeros.
@@ -91,13 +97,12 @@ def replace(primitive: compat.Primitive, replacement: Callable[..., Any]) -> Non
     _REPLACEMENTS[primitive] = replacement
 
 
-# The replacement of the function of JAX's that computes attention.
-_attention: list[Callable[..., Any]] = []
+_FUNCTIONS: dict[tuple[Any, str], Callable[..., Any]] = {}
 
 
-def replace_attention(replacement: Callable[..., Any]) -> None:
-    """Let attention trace to ``replacement``, which may return ``NotImplemented``."""
-    _attention[:] = [replacement]
+def replace_function(function: tuple[Any, str], replacement: Callable[..., Any]) -> None:
+    """Let a function in a module trace to ``replacement``, which may return ``NotImplemented``."""
+    _FUNCTIONS[function] = replacement
 
 
 _installing = threading.Lock()
@@ -112,7 +117,8 @@ def _install() -> None:
             return
         for primitive, replacement in _REPLACEMENTS.items():
             intercept(primitive, replacement)
-        intercept_function(compat.nn_functions, compat.ATTENTION, _attention[0])
+        for function, replacement in _FUNCTIONS.items():
+            intercept_function(*function, replacement)
         try:
             # A new thread has none of the user's contexts, such as a mesh.
             with ThreadPoolExecutor(1) as thread:
@@ -122,7 +128,8 @@ def _install() -> None:
         except Exception as error:
             for primitive in _REPLACEMENTS:
                 release(primitive)
-            release_function(compat.nn_functions, compat.ATTENTION)
+            for function in _FUNCTIONS:
+                release_function(*function)
             raise RuntimeError(
                 f"jax_tilekern.patch() does not fit jax {jax.__version__}, which traces its "
                 "functions in another way than jax 0.10 to 0.12 do: pass jax_tilekern.dot_general "
@@ -136,6 +143,9 @@ _EXPECTED = {
     "tilekern_scatter_rows": 1,
     "tilekern_top_k": 1,
     "tilekern_sort_operands": 1,
+    "tilekern_cumulative": 1,
+    "tilekern_order_statistics": 1,
+    "tilekern_searchsorted": 1,
     "tilekern_attention": 1,
 }
 
@@ -154,8 +164,19 @@ def _traced() -> list[str]:
             x.at[ids].add(1.0),
             lax.top_k(x, 1),
             lax.sort(x),
+            lax.cumsum(x),
+            jax.numpy.median(x),
+            jax.numpy.searchsorted(x[0], x),
             jax.nn.dot_product_attention(heads, heads, heads),
         )
 
     with intercepting():
-        return [eqn.primitive.name for eqn in jax.make_jaxpr(calls)().eqns]
+        jaxpr = jax.make_jaxpr(calls)().jaxpr
+    return list(_names(jaxpr))
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for inner in compat.jaxprs_of(eqn):
+            yield from _names(inner)

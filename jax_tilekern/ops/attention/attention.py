@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat, cudnn
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp
-from jax_tilekern.interop.patch import replace_attention
+from jax_tilekern.interop.patch import replace_function
 from jax_tilekern.ops.arguments import integer, number
 from jax_tilekern.ops.attention import primitives
 from jax_tilekern.ops.attention.blocks import score_type
@@ -305,4 +305,4 @@ def _is_never_slower(query: Array, key: Array, value: Array, is_plain: bool) -> 
     return is_plain and cudnn.covers(gpu.compute_capability, query, key, value)
 
 
-replace_attention(_in_place_of_jax)
+replace_function(compat.ATTENTION, _in_place_of_jax)

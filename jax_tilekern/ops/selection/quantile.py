@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
+from jax_tilekern.interop.patch import replace_function
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.selection.order_statistics import order_statistics
 
@@ -195,3 +196,16 @@ def _between(lower: Array, higher: Array, share: Array, method: str) -> Array:
     if method == "nearest":
         return jnp.where(share <= 0.5, lower, higher)
     return lower if method == "lower" else higher
+
+
+def _in_place_of_jax(
+    a: Array, q: Array, axis: Axes, method: str, keepdims: bool, squash_nans: bool,
+    weights: Array | None = None,
+) -> Any:  # fmt: skip
+    """Compute what the function does that quantiles of ``jax.numpy`` call."""
+    if squash_nans or weights is not None or method == "inverted_cdf":
+        return NotImplemented
+    return quantile(a, q, axis, method=method, keepdims=keepdims)
+
+
+replace_function(compat.QUANTILE, _in_place_of_jax)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.global_modes import by_xla
 from jax_tilekern.interop.originals import jnp
+from jax_tilekern.interop.patch import replace_function
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule
@@ -147,7 +150,8 @@ def _batch(
     (a, v), (of_a, of_v) = operands, dims
     if of_a is not None:
         # Each query is searched for in an array of its own.
-        return jax.vmap(lambda a, v: _reference(a, v, side=side), (of_a, of_v))(a, v), 0
+        search = by_xla(functools.partial(_reference, side=side))
+        return jax.vmap(search, (of_a, of_v))(a, v), 0
     assert of_v is not None
     return _bind(a, jnp.moveaxis(v, of_v, 0), side=side), 0
 
@@ -180,3 +184,16 @@ _bind = define(
         describe=lambda side: f"searchsorted, {side}",
     )
 )
+
+
+def _in_place_of_jax(
+    a: Array, v: Array, /, *, side: str, method: str, dtype: Any, **others: Any
+) -> Any:
+    """Compute what the function does that binary searches of ``jax.numpy`` call."""
+    is_known = method == "scan" and side in ("left", "right") and not others
+    if not is_known or dtype != np.int32 or a.dtype != v.dtype or a.ndim != 1 or a.size == 0:
+        return NotImplemented
+    return _bind(a, v, side=side)
+
+
+replace_function(compat.SEARCHSORTED, _in_place_of_jax)

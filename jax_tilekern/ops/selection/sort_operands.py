@@ -249,4 +249,8 @@ _bind = define(
 )
 
 
-replace(lax.sort_p, _bind)
+def _in_place_of_jax(*operands: Array, **params: Any) -> Any:
+    return sort_operands(operands, **params)
+
+
+replace(lax.sort_p, _in_place_of_jax)

@@ -22,7 +22,8 @@ from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.selection.rows import rule_of_rows
 from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.plans.selection.top_k import TopK, plan_top_k
+from jax_tilekern.plans.gpu import why_no_gpu
+from jax_tilekern.plans.selection.top_k import MAX_K, TopK, plan_top_k
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -148,3 +149,17 @@ def _in_place_of_jax(operand: Array, *, k: Any, axis: int, **params: Any) -> Seq
 
 
 replace(lax.top_k_p, _in_place_of_jax)
+
+
+def _in_place_of_approximation(
+    operand: Array, *, k: Any, reduction_dimension: int, is_max_k: bool, aggregate_to_topk: bool,
+    **params: Any,
+) -> Any:  # fmt: skip
+    if why_no_gpu() is not None or not aggregate_to_topk or not isinstance(k, int) or k > MAX_K:
+        find = lax.approx_max_k if is_max_k else lax.approx_min_k
+        return find(operand, k, reduction_dimension, **params, aggregate_to_topk=aggregate_to_topk)
+    values, indices = top_k(operand if is_max_k else -operand, k, axis=reduction_dimension)
+    return [values if is_max_k else -values, indices]
+
+
+replace(lax.approx_top_k_p, _in_place_of_approximation)
