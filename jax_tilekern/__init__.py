@@ -39,6 +39,7 @@ from jax_tilekern.ops.products.fp8_dot_general import fp8_dot_general
 from jax_tilekern.ops.products.linear import gated_linear, linear
 from jax_tilekern.ops.products.matmul import dot_general, matmul, symmetric_matmul
 from jax_tilekern.ops.products.overlapped import all_gather_matmul, matmul_reduce_scatter
+from jax_tilekern.ops.products.quantized_weights import QuantizedWeights, quantize_weights
 from jax_tilekern.ops.products.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.products.scaled_matmul import scaled_matmul
 from jax_tilekern.ops.products.scaled_ragged_dot import scaled_ragged_dot
@@ -85,6 +86,7 @@ __all__ = [
     "Gpu",
     "KernelReport",
     "NoGpu",
+    "QuantizedWeights",
     "Routing",
     "SegmentPlan",
     "TensorMap",
@@ -134,6 +136,7 @@ __all__ = [
     "policy",
     "quantile",
     "quantize",
+    "quantize_weights",
     "ragged_dot",
     "ragged_dot_general",
     "route",

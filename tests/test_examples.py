@@ -242,6 +242,14 @@ def test_a_state_space_model_learns_to_remember():
     assert last < 0.1
 
 
+def test_a_model_keeps_its_loss_with_small_weights(capsys):
+    losses = example("small_weights").main(updates=30, count=10)
+    assert losses["float32"] < 3.2
+    assert abs(losses["int8"] - losses["float32"]) < 0.02
+    assert abs(losses["int4"] - losses["float32"]) < 0.1
+    assert capsys.readouterr().out.count("loss") == 3
+
+
 def test_springs_learn(capsys):
     springs = example("springs")
     springs.BODIES = 50

@@ -108,6 +108,11 @@ CALLS = {
         (lambda f: f(X, "text"), "not text"),
         (lambda f: f(IDS), "bfloat16, float16 or float32, not int32"),
     ],
+    "quantize_weights": [
+        (lambda f: f({"kernel": W}, dtype=jnp.int16), "rounds to .*int4 or int8, not int16"),
+        (lambda f: f([IDS[None]], lambda *_: True), r"\[0\] is bfloat16, .*not int32"),
+        (lambda f: f({"a": F[0]}, lambda *_: True), r"\['a'\] has shape \(4,\); where= takes"),
+    ],
     "moe": [
         *refused_functions(
             "activation", lambda f, activation: f(X, G, DOWN, SHARES, CHOSEN, activation=activation)

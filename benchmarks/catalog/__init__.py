@@ -32,7 +32,8 @@ SAMPLED |= {x.name: x for x in attention_passes.DESCRIPTIONS}
 # Public names that compute nothing by themselves: modules, contexts, types and reports.
 NOT_OPERATIONS = {
     "FFI_TARGETS", "CompileError", "CudaKernel", "Explanation", "FallbackError", "Gpu",
-    "KernelReport", "NoGpu", "Routing", "SegmentPlan", "TensorMap", "checkpoint_policies",
+    "KernelReport", "NoGpu", "QuantizedWeights", "Routing", "SegmentPlan", "TensorMap",
+    "checkpoint_policies",
     "cost_analysis", "cxx_type", "explain", "export_checks", "gpu_target", "linalg", "out_of_core",
     "policy", "strict", "tune", "tuning", "linalg.SlogdetResult", "out_of_core.Plan",
     "out_of_core.plan",

@@ -295,12 +295,22 @@ def _quantize(x: Any, block: Any = (1, 128), dtype: Any = F8E4, symmetric: bool 
         scales = (high - low) * np.float32(1 / (2 * largest + 1))
     scales = jnp.where(abs(wide).max(-1) < 2.0**-90, 1, scales)
     values = wide * (1 / scales[..., None])
-    zeros = None if symmetric else jnp.round(-1 - largest - low / scales)
+    zeros = 0 * scales if symmetric else jnp.round(-1 - largest - low / scales)
     if bits:
-        values = jnp.round(values) + (0 if symmetric else zeros[..., None])
+        values = jnp.round(values) + zeros[..., None]
         values = values.clip(-1 - largest, largest)
     values = values.astype(dtype).reshape(*x.shape[:-1], group * blocks)[..., :columns]
     return (values, scales) if symmetric else (values, scales, zeros)
+
+
+def _quantize_weights(params: Any, dtype: Any, block: Any) -> Any:
+    """Return the matrices for which their quantised values stand."""
+
+    def rounded(w: Any) -> Any:
+        values, scales = _quantize(w.mT, block, dtype)
+        return (values.astype(np.float32) * element_scales(scales, values.shape)).mT.astype(w.dtype)
+
+    return jax.tree.map(rounded, params)
 
 
 def _row_quantize(y: Any) -> Any:
@@ -400,6 +410,7 @@ ORACLES = SimpleNamespace(
         "moe": _moe,
         "muon": _muon,
         "quantize": _quantize,
+        "quantize_weights": _quantize_weights,
         "ragged_dot": functools.partial(_ragged_dot, _masked_products),
         "ragged_dot_general": _ragged_dot_general,
         "route": _route,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from benchmarks.catalog.bounds import (
     BF16,
@@ -233,6 +234,28 @@ def weights_product(draw: Draw, name: str) -> Call:
     return Call(name, text, operands, call, errors, is_plain=False)
 
 
+def product_of_model(draw: Draw, name: str) -> Call:
+    """Draw a layer, the matrix of which is quantised in groups of 32."""
+    sizes = {label: max(1, min(256, size)) for label, size in draw.sizes("mkn").items()}
+    dtype, stored = draw.type(F32, BF16), draw.one(INT4, INT8)
+    operands = draw.operands("mk,kn->mn", sizes, [dtype] * 2)
+
+    def call(m, x, w):
+        model = m.quantize_weights({"kernel": lax.stop_gradient(w)}, dtype=stored, block=(1, 32))
+        return m.matmul(x, model["kernel"])
+
+    def errors(result, x, w):
+        x, w = wide(x), wide(w)
+        value, magnitude, terms = einsum("mk,kn->mn", x, w)
+        largest = [np.abs(w[i : i + 32]).max(0) for i in range(0, len(w), 32)]
+        half = np.repeat(largest, 32, 0)[: len(w)] / (14 if stored == INT4 else 254)
+        slack = np.abs(x) @ (half * (1 + 2.0**-16) + UNIT_ROUNDOFF[dtype] * (np.abs(w) + half))
+        slack += (terms + 4) * (2.0**-24 + operand_rounding([dtype] * 2, None)) * magnitude * 2
+        return [compared(result, value, slack)]
+
+    return Call(name, str(stored), operands, call, errors, is_plain=False)
+
+
 # Batches, several contracted dimensions, other orders, and vectors.
 _DIMENSIONS = (
     "mk,kn->mn", "amk,kn->amn", "mk,nk->mn", "km,nk->mn", "bmk,bkn->bmn", "amkl,kln->amn",
@@ -285,5 +308,6 @@ DESCRIPTIONS = [
         "scaled_matmul, weights and epilogue",
         "scaled_ragged_dot, weights",
     ),
+    *describe(product_of_model, "quantize_weights", tolerance=0.3),
     *describe(fp8_dot_general, "fp8_dot_general", derivatives=1, tolerance=0.3),
 ]

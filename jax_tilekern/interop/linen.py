@@ -1,4 +1,4 @@
-"""Transformations of methods of ``flax.linen`` modules.
+"""Transformations of methods of ``flax.linen`` modules, and values that it takes for parameters.
 
 A method may create parameters, draw keys and store values in the scope of its module. A
 transformation must then be of a function of these variables and return them, as those of
@@ -50,3 +50,10 @@ def _lifted(evaluate: Callable[..., Any], method: Callable[..., Any]) -> Callabl
         return evaluate(pure, variables, keys, *args, **kwargs)
 
     return lift.pack(packed, (True,), (True,), (True,), name="fuse", enable_kwargs=True)
+
+
+def register_box(cls: type) -> None:
+    """Let Flax, if it is there, take instances of a class for boxes of parameters."""
+    metadata = sys.modules.get("flax.core.meta")
+    if metadata is not None:
+        metadata.AxisMetadata.register(cls)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.array_sources import ArraySource, source_of
 from jax_tilekern.scope import Function
 
 # The number of functions that a public function keeps programs of.
@@ -20,7 +21,10 @@ MOST_FUNCTIONS = 128
 
 
 def jitted(
-    *static: str, functions: Sequence[str] = (), unless: Sequence[str] = ()
+    *static: str,
+    functions: Sequence[str] = (),
+    unless: Sequence[str] = (),
+    weights: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
     """Return a decorator that jits a public function, inlined where it is traced.
 
@@ -31,13 +35,15 @@ def jitted(
     have a hash. ``functions`` are those that are functions of the user's: keywords, or the last one
     that has a position. A call is traced once for each :class:`UserFunction`, and those that were
     used last are kept with their programs. A call with a keyword of ``unless`` is not jitted,
-    because it looks at values.
+    because it looks at values. ``weights`` are operands that may be quantised: those stay as they
+    are, and an array that was made of some is replaced by them.
     """
 
     def decorate(function: Function) -> Function:
         names = list(inspect.signature(function).parameters)
         prepare = dict.fromkeys(names, _operand) | dict.fromkeys(static, _with_hash)
         prepare |= dict.fromkeys(functions, _unchanged)
+        prepare |= dict.fromkeys(weights, _weights)
 
         @functools.lru_cache(MOST_FUNCTIONS)
         def jitted_with(users: tuple[tuple[str, UserFunction], ...]) -> Any:
@@ -152,6 +158,11 @@ def _operand(x: Any) -> Any:
     # jax.jit does not call this function. A tracer has None in its place.
     convert = getattr(x, "__jax_array__", None)
     return x if convert is None else convert()
+
+
+def _weights(x: Any) -> Any:
+    source = source_of(x)
+    return source if isinstance(source, ArraySource) else _operand(x)
 
 
 def _with_hash(value: Any) -> Any:

@@ -17,11 +17,12 @@ from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.products.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.products.matmul import labelled_matrices, matmul, matrix_product
+from jax_tilekern.ops.products.quantized_weights import QuantizedWeights
 
 Activation = Callable[[Any], Any]
 
 
-@jitted("precision", "preferred_element_type", functions=["activation"])
+@jitted("precision", "preferred_element_type", functions=["activation"], weights=["w"])
 def linear(
     x: ArrayLike,
     w: ArrayLike,
@@ -41,7 +42,7 @@ def linear(
     x
         Array of shape ``(..., k)``.
     w
-        Array of shape ``(k, n)``.
+        Array of shape ``(k, n)``, or :class:`QuantizedWeights`.
     bias
         Array of shape ``(n,)``, or any other that broadcasts to the result.
     activation
@@ -83,7 +84,12 @@ def linear(
     )
 
 
-@jitted("precision", "preferred_element_type", functions=["activation", "epilogue"])
+@jitted(
+    "precision",
+    "preferred_element_type",
+    functions=["activation", "epilogue"],
+    weights=["w_gate", "w_up"],
+)
 def gated_linear(
     x: ArrayLike,
     w_gate: ArrayLike,
@@ -107,7 +113,7 @@ def gated_linear(
     x, precision, preferred_element_type
         As in :func:`linear`.
     w_gate, w_up
-        Arrays of shape ``(k, n)``.
+        Arrays of shape ``(k, n)``, or :class:`QuantizedWeights`; those have two kernels.
     activation
         A function of scalars: ``jax.nn.silu`` makes a SwiGLU, ``jax.nn.gelu`` a GEGLU.
     epilogue
@@ -135,23 +141,28 @@ def gated_linear(
         "precision": precision,
         "preferred_element_type": preferred_element_type,
     }
+    given = w_gate, w_up
     x, w_gate, w_up = jnp.asarray(x), jnp.asarray(w_gate), jnp.asarray(w_up)
     if w_gate.shape[-2:] != w_up.shape[-2:]:
         raise ValueError(
             f"gated_linear: w_gate has shape {w_gate.shape}, w_up {w_up.shape}; the last two "
             "dimensions are the same"
         )
+    role = _role("gated_linear", activation, epilogue)
+    gated = _times(activation, epilogue)
+    if any(isinstance(w, QuantizedWeights) for w in given):
+        up = matmul(x, given[1], **options)
+        return matrix_product(role, x, given[0], **options, epilogue=gated, operands=(up,))
     alike = (w_gate.shape, w_gate.dtype) == (w_up.shape, w_up.dtype)
     up = w_up if alike else matmul(x, w_up, **options)
     result = product_type(jnp.matmul, x, w_gate, **options)
     lhs, gate, contraction = labelled_matrices(x, w_gate)
-    role = _role("gated_linear", activation, epilogue)
     call: dict[str, Any] = {
         "contraction": contraction,
         "precision": compat.canonicalize_precision(precision),
         "product": result.dtype,
         "shape": result.shape,
-        "epilogue": _times(activation, epilogue),
+        "epilogue": gated,
         "role": role,
     }
     if not alike:

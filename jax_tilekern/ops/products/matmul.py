@@ -19,10 +19,18 @@ from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.products.contraction import contract
 from jax_tilekern.ops.products.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.products.labelled_operands import check_operands
+from jax_tilekern.ops.products.quantized_weights import (
+    QuantizedWeights,
+    can_multiply,
+    multiply_by,
+    split_weights,
+)
 from jax_tilekern.plans.contraction import Contraction, DimensionNumbers
 
 
-@jitted("precision", "preferred_element_type", "out_sharding", functions=["epilogue"])
+@jitted(
+    "precision", "preferred_element_type", "out_sharding", functions=["epilogue"], weights=["b"]
+)
 def matmul(
     a: ArrayLike,
     b: ArrayLike,
@@ -40,8 +48,8 @@ def matmul(
     a
         Array of shape ``(..., m, k)`` or ``(k,)``.
     b
-        Array of shape ``(..., k, n)`` or ``(k,)``. Batch dimensions broadcast against those of
-        ``a``; what is broadcast is not materialised.
+        Array of shape ``(..., k, n)`` or ``(k,)``, or :class:`QuantizedWeights`. Batch dimensions
+        broadcast against those of ``a``; what is broadcast is not materialised.
     precision
         As in :func:`jax.lax.dot_general`: ``None``, a name, a ``jax.lax.Precision`` or a pair, or
         a ``jax.lax.DotAlgorithmPreset``. On a GPU float32 operands are multiplied in TF32 by
@@ -109,6 +117,7 @@ def matrix_product(
     operands: Sequence[ArrayLike] = (),
 ) -> Array:
     """Compute :func:`matmul`; ``role`` is what errors call the epilogue."""
+    b, weights = split_weights(b)
     result = product_type(
         jnp.matmul,
         a,
@@ -118,7 +127,10 @@ def matrix_product(
         out_sharding=out_sharding,
     )
     a, b, contraction = labelled_matrices(jnp.asarray(a), jnp.asarray(b))
-    product = _product(a, b, contraction, result, precision, out_sharding, epilogue, operands, role)
+    product = _product(
+        a, b, contraction, result, precision, out_sharding, epilogue, operands, role,
+        weights=weights,
+    )  # fmt: skip
     if epilogue is not None:
         return product
     return compat.with_type(product, result.dtype, result.weak_type)
@@ -266,6 +278,7 @@ def labelled_matrices(a: Array, b: Array) -> tuple[Array, Array, Contraction]:
     "preferred_element_type",
     "out_sharding",
     functions=["epilogue"],
+    weights=["rhs"],
 )
 def dot_general(
     lhs: ArrayLike,
@@ -287,7 +300,7 @@ def dot_general(
     Parameters
     ----------
     lhs, rhs
-        Arrays of any rank.
+        Arrays of any rank; ``rhs`` may be :class:`QuantizedWeights`.
     dimension_numbers
         ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``, non-negative. ``None``
         for products of matrices and vectors, as far as JAX's function takes it.
@@ -312,6 +325,7 @@ def dot_general(
     ValueError
         If an operand of the epilogue does not broadcast to the result.
     """
+    rhs, weights = split_weights(rhs)
     compat.check_arraylike("dot_general", lhs, rhs)
     result = product_type(
         lax.dot_general,
@@ -326,8 +340,9 @@ def dot_general(
     contraction = Contraction.from_dot_general(lhs.ndim, rhs.ndim, dimension_numbers)
     role = Role("dot_general")
     return _product(
-        lhs, rhs, contraction, result, precision, out_sharding, epilogue, operands, role
-    )
+        lhs, rhs, contraction, result, precision, out_sharding, epilogue, operands, role,
+        weights=weights,
+    )  # fmt: skip
 
 
 def _product(
@@ -342,11 +357,29 @@ def _product(
     role: Role,
     *,
     symmetric: bool = False,
+    weights: QuantizedWeights | None = None,
 ) -> Array:
-    """Contract two arrays; ``result`` is the type of JAX's own product of them."""
+    """Contract two arrays; ``result`` is the type of JAX's own product of them.
+
+    ``weights`` are those that ``rhs`` was made of.
+    """
     explicit = None if out_sharding is None else compat.explicit_sharding(result)
     canonical = compat.canonicalize_precision(precision)
     check_operands(role.call, epilogue, operands=operands)
+    if weights is not None and can_multiply(lhs, weights, contraction, result.dtype):
+        by_weights: Array = multiply_by(
+            lhs,
+            weights,
+            contraction,
+            precision=canonical,
+            out_dtype=result.dtype,
+            shape=result.shape,
+            role=role,
+            epilogue=epilogue,
+            operands=operands,
+            out_sharding=explicit,
+        )
+        return by_weights
     if epilogue is None:
         return contract(
             lhs,

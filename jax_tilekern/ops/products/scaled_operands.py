@@ -78,7 +78,7 @@ def check_weights(
         raise ValueError(
             f"{function} contracts the last dimensions, which differ: lhs {x.shape}, rhs {w.shape}"
         )
-    check_weight_scales(f"{function}: rhs", w, scales, zeros)
+    check_weight_scales(f"{function}: rhs_", w, scales, zeros)
 
 
 def refuse_zeros(function: str, zeros: Array | None) -> None:
@@ -98,16 +98,16 @@ def check_weight_scales(what: str, w: Array, scales: Array, zeros: Array | None)
     named = {"scales": scales} if zeros is None else {"scales": scales, "zeros": zeros}
     for name, array in named.items():
         if array.dtype not in QUANTIZED_DTYPES:
-            raise TypeError(f"{what}_{name} are float32, bfloat16 or float16, not {array.dtype}")
+            raise TypeError(f"{what}{name} are float32, bfloat16 or float16, not {array.dtype}")
     if scales.shape not in possible:
         raise ValueError(
-            f"{what}_scales have shape {scales.shape}; weights of shape {w.shape} have scales of "
+            f"{what}scales have shape {scales.shape}; weights of shape {w.shape} have scales of "
             f"each {', '.join(map(str, GROUPS))} or all of {k}, of shape "
             + " or ".join(map(str, possible))
         )
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(
-            f"{what}_zeros have shape {zeros.shape}, and {what}_scales {scales.shape}; each scale "
+            f"{what}zeros have shape {zeros.shape}, and {what}scales {scales.shape}; each scale "
             "has a zero point"
         )
 

@@ -49,6 +49,7 @@ from jax_tilekern.primitives.linearity import tangents_out
 from jax_tilekern.primitives.operation import (
     Operand,
     Operation,
+    Params,
     Planner,
     Rewrite,
     Transposes,
@@ -202,8 +203,11 @@ def _cotangent(operand: int, cotangents: Sequence[Array], *operands: Any, **para
             _, read[i] = used(x, read[i], *bounds, contraction=call.contraction)
 
     def product(x: Array, w: Array) -> list[Array]:
-        precision = call.precision if dtype == F32 else None
-        layout = {"contraction": call.contraction, "precision": precision, "out_dtype": F32}
+        layout: Params = {
+            "contraction": call.contraction,
+            "precision": call.precision if dtype == F32 else None,
+            "out_dtype": F32,
+        }
         return [contract(x, w, *bounds, **layout).astype(call.out_dtype)]
 
     def linear(y: Array) -> list[Array]:

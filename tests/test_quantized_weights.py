@@ -1,0 +1,221 @@
+"""``QuantizedWeights``: the products that take them, layers, checkpoints and transformations."""
+
+import functools
+import gc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from guides import snippets
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxprs import equations
+from sharded import devices
+
+import jax_tilekern as jtk
+from jax_tilekern.interop import array_sources
+
+PAGE = Path(__file__).parent.parent / "docs/small_weights.md"
+BY_WEIGHTS = "tilekern_weight_matmul"
+
+
+def quantised(rng, *shape, dtype=jnp.float32, **options):
+    w = jnp.asarray(rng.normal(size=shape), dtype)
+    return jtk.quantize_weights(w, lambda *_: True, **options)
+
+
+def products_by_weights(function, *args):
+    names = [x.primitive.name for x in equations(jax.make_jaxpr(function)(*args))]
+    return names.count(BY_WEIGHTS)
+
+
+def patched(function):
+    return lambda *xs: jtk.patch(function)(*xs)
+
+
+DIMENSIONS = (((2,), (0,)), ((), ()))
+# A call of x of (2, 5, 150) and weights of (150, 40), and how many products by weights it has.
+CALLS = {
+    "matmul": (jtk.matmul, 1),
+    "matmul of a vector": (lambda x, w: jtk.matmul(x[0, 0], w), 1),
+    "dot_general": (lambda x, w: jtk.dot_general(x, w, DIMENSIONS), 1),
+    "epilogue": (lambda x, w: jtk.matmul(x, w, epilogue=jnp.tanh), 1),
+    "linear": (lambda x, w: jtk.linear(x, w, jnp.ones(40), jax.nn.gelu), 1),
+    "gated_linear": (lambda x, w: jtk.gated_linear(x, w, w), 2),
+    "one of a pair": (lambda x, w: jtk.gated_linear(x, jnp.asarray(w) / 2, w), 1),
+    "jnp.matmul": (patched(jnp.matmul), 1),
+    "jnp.dot": (patched(jnp.dot), 1),
+    "jnp.tensordot": (patched(lambda x, w: jnp.tensordot(x, w, 1)), 1),
+    "lax.dot_general": (patched(lambda x, w: jax.lax.dot_general(x, w, DIMENSIONS)), 1),
+    "not patched": (jnp.matmul, 0),
+    "operator": (lambda x, w: x @ w, 0),
+    "einsum": (lambda x, w: jtk.einsum("abk,kn->abn", x, w), 0),
+    "of rows": (lambda x, w: jtk.dot_general(x[..., :40], w, (((2,), (1,)), ((), ()))), 0),
+    "integers": (lambda x, w: jtk.matmul(x.astype(int), w), 1),
+    "an integer result": (lambda x, w: jtk.matmul(x, w, preferred_element_type=int), 0),
+    "complex": (lambda x, w: jtk.matmul(x + 1j, w), 0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_products(rng, name, symmetric):
+    call, count = CALLS[name]
+    weights = quantised(rng, 150, 40, symmetric=symmetric)
+    x = jnp.asarray(rng.normal(size=(2, 5, 150)), jnp.float32)
+    found, wanted = call(x, weights), call(x, weights.array())
+    assert found.dtype == wanted.dtype
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert products_by_weights(call, x, weights) == count
+    if found.dtype == jnp.float32:
+        gradient = jax.grad(lambda w: call(x, w).sum(), allow_int=True)(weights)
+        assert gradient.values.dtype == jax.dtypes.float0
+        assert gradient.scales.shape == weights.scales.shape
+    gc.collect()
+    assert not array_sources._sources
+
+
+def test_batches_of_matrices(rng):
+    weights = quantised(rng, 3, 64, 8)
+    x = jnp.asarray(rng.normal(size=(3, 5, 64)), jnp.float32)
+    wanted = x @ weights.array()
+    np.testing.assert_allclose(jtk.matmul(x, weights), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(jax.vmap(jtk.matmul)(x, weights), wanted, rtol=1e-4, atol=1e-4)
+    stacked = jax.lax.scan(lambda _, xw: (None, jtk.matmul(*xw)), None, (x, weights))[1]
+    np.testing.assert_allclose(stacked, wanted, rtol=1e-4, atol=1e-4)
+    assert products_by_weights(jtk.matmul, x, weights) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_layers_of_flax(rng, dtype):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for features in (40, 8):
+                dense = functools.partial(nn.Dense, param_dtype=dtype, dtype=dtype)
+                x = nn.gelu(dense(features, dot_general=jtk.dot_general)(x))
+            return x
+
+    class Linear(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(
+                150, 40, dtype=dtype, param_dtype=dtype, dot_general=jtk.dot_general, rngs=rngs
+            )
+
+    x = jnp.asarray(rng.normal(size=(4, 150)), dtype)
+    model = Model()
+    variables = jtk.quantize_weights(model.init(jax.random.key(0), x))
+    arrays = jax.tree.map(
+        lambda w: w.array() if is_quantised(w) else w, variables, is_leaf=is_quantised
+    )
+    np.testing.assert_allclose(
+        np.asarray(model.apply(variables, x), np.float32),
+        np.asarray(model.apply(arrays, x), np.float32),
+        rtol=0.05, atol=0.05,
+    )  # fmt: skip
+    assert products_by_weights(model.apply, variables, x) == 2
+
+    graph, state = nnx.split(Linear(nnx.Rngs(0)))
+    small = jtk.quantize_weights(state)
+    assert len(jax.tree.leaves(small)) == 3
+    assert products_by_weights(lambda s, x: nnx.merge(graph, s).layer(x), small, x) == 1
+
+
+def is_quantised(x):
+    return isinstance(x, jtk.QuantizedWeights)
+
+
+def test_experts(rng):
+    up, down = quantised(rng, 3, 64, 32, block=(1, 32)), quantised(rng, 3, 32, 64, block=(1, 32))
+    x, routing = jnp.ones((5, 64)), jtk.route(jnp.asarray(rng.normal(size=(5, 3))), 2)
+    wanted = jtk.moe(x, up.array(), down.array(), routing)
+    np.testing.assert_allclose(jtk.moe(x, up, down, routing), wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_checkpoints_are_arrays(rng, tmp_path):
+    weights = quantised(rng, 150, 40, symmetric=False)
+    np.savez(tmp_path / "model.npz", *map(np.asarray, weights.factors[1:]), values=np.asarray(
+        weights.values, np.int8
+    ))  # fmt: skip
+    stored = np.load(tmp_path / "model.npz")
+    values = stored["values"].astype(jnp.int4)
+    again = jtk.QuantizedWeights(values, stored["arr_0"], stored["arr_1"])
+    np.testing.assert_array_equal(again.array(), weights.array())
+
+
+def test_what_is_quantised(rng):
+    w, bias = jnp.ones((64, 4)), jnp.ones(4)
+    params = {"a": {"kernel": w, "bias": bias}, "kernel": bias, "b": [w, jnp.ones((4, 4), int)]}
+    small = jtk.quantize_weights(params)
+    assert [x for x in jax.tree.leaves(small, is_leaf=is_quantised) if is_quantised(x)]
+    assert is_quantised(small["a"]["kernel"])
+    assert small["b"][0] is w
+    assert small["kernel"] is bias
+    chosen = jtk.quantize_weights(params, lambda path, _: path == "b/0", jnp.int8, block=(1, None))
+    assert chosen["b"][0].values.dtype == jnp.int8
+    assert chosen["a"]["kernel"] is w
+    with pytest.raises(ValueError, match=r"'bias'.* has shape \(4,\); where= takes matrices"):
+        jtk.quantize_weights(params, lambda path, _: path.endswith("bias"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arrays"),
+    [
+        (TypeError, r"int4, int8, .*, not float32 of shape \(3, 64\)", (jnp.ones((3, 64)),) * 2),
+        (TypeError, r"not int8 of shape \(3,\)", (jnp.ones(3, jnp.int8), jnp.ones(3))),
+        (
+            ValueError, r"QuantizedWeights: scales have shape \(3, 5\); weights of shape \(3, 64\)",
+            (jnp.ones((3, 64), jnp.int8), jnp.ones((3, 5))),
+        ),
+    ],
+)  # fmt: skip
+def test_errors(error, message, arrays):
+    with pytest.raises(error, match=message):
+        jtk.matmul(jnp.ones((2, 64)), jtk.QuantizedWeights(*arrays))
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("spec", [P("m"), P(None, "m"), P("d", "m")])
+def test_devices(rng, spec):
+    mesh = jax.make_mesh((2, 4), ("d", "m"), (AxisType.Auto,) * 2, devices=devices()[:8])
+    weights = quantised(rng, 512, 64, block=(1, 128), symmetric=False)
+    placed = jax.device_put(weights, NamedSharding(mesh, spec))
+    x = jnp.asarray(rng.normal(size=(8, 512)), jnp.float32)
+    found = jax.jit(jtk.matmul)(x, placed)
+    np.testing.assert_allclose(found, x @ weights.array(), rtol=1e-4, atol=1e-3)
+
+
+# The layouts of checkpoints, as their libraries define them.
+
+
+def packed(numbers, axis, order=range(8)):
+    """Words of eight numbers along an axis: number ``order[i]`` of them is in bits 4 i and up."""
+    numbers = np.moveaxis(numbers, axis, -1).astype(np.uint32)
+    groups = numbers.reshape(*numbers.shape[:-1], -1, 8)
+    words = sum(groups[..., place] << np.uint32(4 * i) for i, place in enumerate(order))
+    return np.moveaxis(words, -1, axis).view(np.int32)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_checkpoints_of_awq_and_gptq(rng, group):
+    converters = {}
+    for _, code, _ in snippets(PAGE.read_text()):
+        if "def from_" in code or "def nibbles" in code:
+            exec("import jax.numpy as jnp\nimport jax_tilekern as jtk\n" + code, converters)
+    k, n = 256, 24
+    q, z = rng.integers(0, 16, (k, n)), rng.integers(0, 16, (k // group, n))
+    scales = np.exp(rng.normal(size=z.shape)).astype(np.float16)
+    wide = scales.astype(np.float64).repeat(group, 0)
+    order = 0, 2, 4, 6, 1, 3, 5, 7
+    awq = converters["from_awq"](packed(q, 1, order), packed(z, 1, order), scales)
+    wanted = (q - z.repeat(group, 0)) * wide
+    np.testing.assert_allclose(np.asarray(awq.array(), np.float64), wanted, rtol=2.0**-10)
+    gptq = converters["from_gptq"](packed(q, 0), packed(z, 1), scales)
+    wanted = (q - (z + 1).repeat(group, 0)) * wide
+    np.testing.assert_allclose(np.asarray(gptq.array(), np.float64), wanted, rtol=2.0**-10)
+    y = jtk.matmul(jnp.ones((2, k), jnp.float16), gptq, preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(y[0], wanted.sum(0), rtol=1e-3, atol=0.5)
