@@ -140,7 +140,7 @@ def _share(scores: Scores, sizes: Attention) -> float:
 class BiasProblem(NamedTuple):
     """The gradient of a bias, as its kernel has it."""
 
-    call: Attention
+    problem: Attention
     bias: Bias
 
 

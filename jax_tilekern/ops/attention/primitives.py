@@ -103,6 +103,8 @@ def _transposed_tangent(
 
 # Batching: mapped calls are more elements of the batch.
 
+_Form = Callable[[Array], Array]
+
 
 def _batch_of(name: str) -> Callable[..., tuple[Results, Sequence[int]]]:
     """Return the rule of a primitive, which binds it again."""
@@ -120,9 +122,8 @@ def _batch_of(name: str) -> Callable[..., tuple[Results, Sequence[int]]]:
         size = moved[0].shape[int(is_mapped[0])]
         first = len(operands) - len(scores.kinds)
         # The tangent of an array is mapped if the array is, and its cotangent always.
-        tangents = {i - 3: 5 + n for n, i in enumerate(wanted) if i >= 3}
-        if name != "tangent":
-            tangents = {}
+        is_tangent = name == "tangent"
+        tangents = {i - 3: 5 + n for n, i in enumerate(wanted) if i >= 3 and is_tangent}
         leads = [
             is_mapped[first + i]
             or (i in tangents and is_mapped[tangents[i]])
@@ -135,17 +136,10 @@ def _batch_of(name: str) -> Callable[..., tuple[Results, Sequence[int]]]:
             return x if is_mapped[i] else jnp.broadcast_to(x, (count, *x.shape))
 
         scores, forms = _merged(scores, count, size, leads, moved[first:], is_mapped[first:])
-        of_arrays = {tangents[i]: forms[i] for i in tangents if leads[i]}
-        of_arrays |= {first + i: forms[i] for i in range(len(forms)) if leads[i]}
-        not_merged = {*tangents.values(), *range(first, len(operands))}
-        merged = [
-            of_arrays[i](mapped(i))
-            if i in of_arrays
-            else moved[i]
-            if i in not_merged
-            else _joined(mapped(i))
-            for i in range(len(operands))
-        ]
+        of_operands: list[_Form | None] = [*[_joined] * first, *forms]
+        for i, position in tangents.items():
+            of_operands[position] = forms[i]
+        merged = [form(mapped(i)) if form else moved[i] for i, form in enumerate(of_operands)]
         results = BINDS[name](*merged, scores=scores, **params)
         if name != "backward":
             return [_parted(x, count) for x in results], [0] * len(results)
@@ -154,8 +148,9 @@ def _batch_of(name: str) -> Callable[..., tuple[Results, Sequence[int]]]:
             if i < 3:
                 parted.append(_parted(x, count))
                 continue
-            given = mapped(first + i - 3)
-            parted += jax.linear_transpose(forms[i - 3], jax.typeof(given))(x)
+            form, given = forms[i - 3], mapped(first + i - 3)
+            assert form is not None
+            parted += jax.linear_transpose(form, jax.typeof(given))(x)
         return parted, [0] * len(parted)
 
     return batch
@@ -172,22 +167,22 @@ def _parted(x: Array, count: int) -> Array:
 def _merged(
     scores: Scores, count: int, batch: int, leads: Sequence[bool], arrays: Results,
     is_mapped: Sequence[bool],
-) -> tuple[Scores, list[Callable[[Array], Array]]]:  # fmt: skip
-    """Return the description of ``count`` calls as one.
+) -> tuple[Scores, list[_Form | None]]:  # fmt: skip
+    """Return the description of ``count`` calls as one, and what arrays become.
 
-    And for each array that has a part of each call, which leads its dimensions, the function from
-    it to an operand of the one call.
+    An array that has a part of each call, which leads its dimensions, becomes an operand of the one
+    call by a function; ``None`` for the others.
     """
     divisors, named = {}, dict(scores.named)
-    forms: list[Callable[[Array], Array]] = []
+    forms: list[_Form | None] = []
     for kind, leading, x, has_axis in zip(scores.kinds, leads, arrays, is_mapped, strict=True):
         if kind not in named:
-            forms.append(lambda x: x)
+            forms.append((lambda x: x) if leading else None)
             continue
         size, divisor = x.shape[int(has_axis)], named[kind]
         if not leading:
             divisors[kind] = 1 if divisor is None and size > 1 else divisor
-            forms.append(lambda x: x)
+            forms.append(None)
         elif size == 1 and batch > 1:
             divisors[kind] = batch
             forms.append(_joined)
