@@ -185,8 +185,8 @@ def test_devices_have_whole_groups(rng, name, symmetric):
     def product(x, values, scales, zeros=None):
         return jtk.scaled_matmul(x, values, None, scales, rhs_zeros=zeros)
 
-    compiled = jax.jit(product).lower(*placed).compile()
-    found = compiled(*placed)
+    call = jax.jit(product)
+    compiled, found = call.lower(*placed).compile(), call(*placed)
     np.testing.assert_allclose(found, product(x, values, *others), rtol=1e-4, atol=1e-4)
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, wanted), 2)
     assert [x.kind for x in collectives(compiled)] == sent or bytes_sent(compiled) == 0 == len(sent)

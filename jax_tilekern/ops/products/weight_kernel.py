@@ -57,7 +57,8 @@ def multiply(
         w = lax.bitcast_convert_type(pairs, np.uint8)
     (found,) = _bind(w, x, scales, *([] if zeros is None else [zeros]), problem=problem)
     sizes = dict(zip((*contraction.lhs, *contraction.rhs), (*x.shape, *w.shape), strict=True))
-    return found.reshape([sizes[label] for label in contraction.out])
+    result: Array = found.reshape([sizes[label] for label in contraction.out])
+    return result
 
 
 def _is_of_rows(c: Contraction) -> bool:
