@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import multiprocessing
@@ -85,14 +86,17 @@ def run(draw, call, policy=None, own_types=False):
     mode = draw.one(*modes)
     special = call.is_plain and mode in ("eager", "jit") and draw.chance(0.15)
     special = special and all(is_float(x.dtype) for x in call.operands)
+    # Bits are compared for elements in any order, errors for those that may be far apart.
+    ordered = call.has_jaxs_bits and mode != "grad" and draw.chance(0.6)
     count = draw.one(1, 2, 5) if mode == "vmap" else 1
     axes = [draw.one(None, *range(len(x.shape) + 1)) for x in call.operands]
     if all(axis is None for axis in axes):
         axes[0] = 0
     # The values of each operand, of which an unmapped one has one.
     mapped = [mode == "vmap" and axis is not None for axis in axes]
+    drawn = draw.ordered if ordered else functools.partial(draw.value, special=special)
     values = [
-        [draw.value(x, special) for _ in range(count if is_mapped else 1)]
+        [drawn(x) for _ in range(count if is_mapped else 1)]
         for x, is_mapped in zip(call.operands, mapped, strict=True)
     ]
     stored = [
@@ -103,6 +107,7 @@ def run(draw, call, policy=None, own_types=False):
     ]
     in_axes = tuple(axis if m else None for axis, m in zip(axes, mapped, strict=True))
     note = f" in_axes={in_axes}" if mode == "vmap" else " NaN, inf" if special else ""
+    note += " ties, NaN, zeros" if ordered else ""
 
     def function(m, *arrays):
         restored = (
@@ -142,7 +147,9 @@ def run(draw, call, policy=None, own_types=False):
         except Exception as error:
             return _of_error(call, mode + note, error, computed)
         firsts = [each[0] for each in values]
-        if mode == "grad":
+        if ordered:
+            found = _differing(result, computed(ORACLES))
+        elif mode == "grad":
             result, cotangent, cotangents = result
             found = [*call.errors(result, *firsts)]
             found += call.cotangent_errors(cotangents, cotangent, *firsts)
@@ -177,6 +184,18 @@ def run(draw, call, policy=None, own_types=False):
         return Outcome(call, mode, ratio, detail)
 
 
+def _differing(found, expected):
+    """Which bits differ, but for those of NaN: pairs of an error and a bound."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for x, y in (map(np.asarray, pair) for pair in pairs):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            yield np.full(1, np.inf), np.zeros(1)
+            continue
+        is_nan = np.isnan(x) & np.isnan(y) if is_float(x.dtype) else False
+        bits = (z.view(f"u{z.dtype.itemsize}") for z in (x, y))
+        yield (np.not_equal(*bits) & ~np.asarray(is_nan)).astype(float), np.zeros(x.shape)
+
+
 def types_of(results):
     """Shapes, types, and which are weak."""
     leaves = [getattr(x, "aval", x) for x in jax.tree.leaves(results)]
@@ -194,11 +213,11 @@ def _of_error(call, mode, error, computed):
     return Outcome(call, mode, math.inf, f"{type(error).__name__}: {lines}")
 
 
-def outcomes(rng, calls, operation=None, policy=None):
-    """Yield the outcome of random calls."""
+def outcomes(rng, calls, operations=None, policy=None):
+    """Yield the outcome of random calls, of some operations."""
     for _ in range(calls):
         draw = Draw(rng)
-        description = DESCRIPTIONS[operation or draw.one(*DESCRIPTIONS)]
+        description = DESCRIPTIONS[draw.one(*(operations or DESCRIPTIONS))]
         yield run(draw, description.draw(draw), policy, description.own_types)
 
 
@@ -214,10 +233,10 @@ class _Found(NamedTuple):
 
 def _in_process(task):
     """Return an index and what its call gave, or ``None`` after the end of the time."""
-    seed, index, operation, end = task
+    seed, index, operations, policy, end = task
     if time.time() > end:
         return index, None
-    outcome = next(outcomes(np.random.default_rng([seed, index]), 1, operation))
+    outcome = next(outcomes(np.random.default_rng([seed, index]), 1, operations, policy))
     name, text = outcome.call.operation, str(outcome)
     return index, _Found(name, outcome.ratio, outcome.failed, outcome.known, text)
 
@@ -258,7 +277,8 @@ def main():
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="the index of the first call")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--operation", choices=DESCRIPTIONS)
+    parser.add_argument("--operation", choices=DESCRIPTIONS, nargs="+", help="some operations")
+    parser.add_argument("--policy", choices=("auto", "kernels", "xla"))
     parser.add_argument("--worst", type=int, default=10, help="how many calls to print")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no calls after it")
@@ -267,7 +287,8 @@ def main():
     end = time.time() + options.seconds
     indices = range(options.first, options.first + options.calls)
     found, skipped = {}, 0
-    tasks = [(options.seed, i, options.operation, end) for i in indices]
+    drawn = options.operation, options.policy
+    tasks = [(options.seed, i, *drawn, end) for i in indices]
     for index, outcome in _found(tasks, options.processes, end):
         if outcome is None:
             skipped += 1

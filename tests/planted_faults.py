@@ -83,6 +83,8 @@ FAULTS = [
     ("ops/selection/top_k.py",
      "jnp.take_along_axis(tangent, indices, -1, mode=\"promise_in_bounds\")",
      "tangent[..., :k]", "jvp", "top_k"),
+    ("ops/selection/sort_operands.py", "dimension + (place <= dimension)", "dimension", "vmap",
+     "sort_operands"),
     ("ops/segments/take.py", "cotangent, *placed, reduction=\"sum\"",
      "2 * cotangent, *placed, reduction=\"sum\"", "vjp", "take"),
     ("ops/cross_entropy/primitives.py", "for x, dot in moved)]",

@@ -7,10 +7,11 @@ from fuzz import outcomes
 from numerics import BF16, F8E4, on_gpu
 
 import jax_tilekern as jtk
-from benchmarks.catalog import DESCRIPTIONS, NOT_OPERATIONS
+from benchmarks.catalog import DESCRIPTIONS, NOT_OPERATIONS, selection
 
 pytestmark = pytest.mark.defaults
 
+ORDERED = [x.name for x in selection.DESCRIPTIONS] + ["cummax", "cummin", "cumsum", "cumprod"]
 # Each operation is called so often.
 CALLS, THOROUGH = 1, 8
 
@@ -33,11 +34,17 @@ HOW = [
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 def test_errors_are_within_the_bounds(rng, name, calls, policy):
     """``python tests/fuzz.py`` runs more, and explains the worst."""
-    failed = [outcome for outcome in outcomes(rng, calls, name, policy) if outcome.failed]
+    failed = [outcome for outcome in outcomes(rng, calls, [name], policy) if outcome.failed]
     unknown = [outcome for outcome in failed if outcome.known is None]
     assert not unknown, "\n".join(map(str, unknown))
     if failed:
         pytest.xfail("\n".join(f"{outcome.known}:\n{outcome}" for outcome in failed))
+
+
+def test_selections_and_scans_have_the_bits_of_jax(rng):
+    """``python tests/fuzz.py --calls 2000 --operation top_k sort ...`` runs more."""
+    failed = [x for x in outcomes(rng, 20, ORDERED) if x.failed]
+    assert not failed, "\n".join(map(str, failed))
 
 
 # What `Outcome.known` allows: the calls that show it best.

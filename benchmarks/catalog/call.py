@@ -91,6 +91,8 @@ class Call:
     cotangent_errors
         ``cotangent_errors(cotangents, cotangent, *operands)``, the same for ``jax.vjp``; ``None``
         where it is not checked.
+    has_jaxs_bits
+        Whether results have the bits of plain JAX's in every order of elements, NaN aside.
     up_to_signs
         Whether columns of the results have any sign.
     is_plain
@@ -105,6 +107,7 @@ class Call:
     cotangent_errors: Callable[..., Sequence[tuple[Any, Any]]] | None = None
     is_plain: bool = True
     up_to_signs: bool = False
+    has_jaxs_bits: bool = False
 
     def __str__(self):
         arguments = f"; {self.arguments}" if self.arguments else ""

@@ -6,6 +6,7 @@ import math
 import string
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from benchmarks.catalog.bounds import (
@@ -166,6 +167,20 @@ class Draw:
             for _ in range(int(self.rng.integers(1, 4))):
                 x[tuple(self.rng.integers(0, size) for size in shape)] = self.one(*values)
         return x.astype(dtype)
+
+    def ordered(self, operand):
+        """Return numbers of which many are equal, some special, and some the largest."""
+        dtype, x = operand.dtype, self.value(operand, special=False)
+        if operand.values is not None or dtype.kind not in "iufV":
+            return x
+        limits = np.iinfo(dtype) if dtype.kind in "iu" else ml_dtypes.finfo(dtype)
+        values: list[Any] = [limits.min, limits.max, 0]
+        if dtype.kind not in "iu":
+            x = np.round(2 * x.astype(np.float64)).astype(dtype)
+            values += [np.nan, -np.nan, np.inf, -np.inf, -0.0]
+        for value in values:
+            x[self.rng.random(x.shape) < 0.06] = value
+        return x
 
 
 def text_of(options):

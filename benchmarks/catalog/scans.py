@@ -94,6 +94,7 @@ def cumulative(draw: Draw, name: str) -> Call:
         errors,
         cotangent_errors if linear else None,
         is_plain=False,
+        has_jaxs_bits=name in ("cummax", "cummin") or x.dtype.kind in "iu",
     )
 
 

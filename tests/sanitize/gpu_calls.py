@@ -21,7 +21,7 @@ CALLS = 30
 
 def check_calls(name: str) -> int:
     """Run calls of an operation; return how many were wrong."""
-    found = list(fuzz.outcomes(np.random.default_rng(0), CALLS, name, policy="kernels"))
+    found = list(fuzz.outcomes(np.random.default_rng(0), CALLS, [name], policy="kernels"))
     wrong = [outcome for outcome in found if outcome.failed and outcome.known is None]
     print(f"{name}: {len(found)} calls, {len(wrong)} wrong", *wrong, sep="\n", flush=True)
     return len(wrong)
