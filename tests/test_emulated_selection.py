@@ -180,9 +180,7 @@ def test_parts_of_rows(rows, dtype):
     for columns in (16_385, 2**20, 2**31 - 1):
         problem = SortedRows(rows, columns, dtype, "ascending", True, True)
         found = radix_sort_candidate(problem, H100)
-        if isinstance(found, NoKernel):
-            assert rows * columns / 4608 > 2**31
-            continue
+        assert not isinstance(found, NoKernel)
         parts, length = found.parts(H100)
         assert 0 < columns - (parts - 1) * length <= length
         control = Control(problem, found.tiles)

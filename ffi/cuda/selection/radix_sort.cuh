@@ -124,12 +124,30 @@ inline constexpr uint32 kIsEnd = 1u << 31;
 inline void publish(uint32* slot, uint32 word) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(slot), "r"(word) : "memory");
 }
-inline uint32 awaited(const uint32* slot) {
+inline uint32 published(const uint32* slot) {
   uint32 word;
-  do {
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(slot) : "memory");
-  } while (word == 0);
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(slot) : "memory");
   return word;
+}
+
+// Where `tiles` tiles before one with this slot end, of which there is at least one. Slots of
+// several tiles are loaded at a time, because latency is what counts.
+inline uint32 end_of_tiles_before(const uint32* slot, uint32 tiles) {
+  constexpr uint32 kLoads = 4;
+  uint32 end = 0;
+  for (;; slot -= kLoads * kSortDigits, tiles -= kLoads) {
+    uint32 words[kLoads];
+#pragma unroll
+    for (uint32 i = 0; i < kLoads; ++i) {
+      words[i] = published(slot - min_of(i + 1, tiles) * kSortDigits);
+    }
+#pragma unroll
+    for (uint32 i = 0; i < kLoads; ++i) {
+      while (words[i] == 0) words[i] = published(slot - (i + 1) * kSortDigits);
+      if (words[i] & kIsEnd) return end + (words[i] - kIsEnd);
+      end += words[i] - 1;
+    }
+  }
 }
 
 // Threads of an SM that sort tiles, beside which there are 80 registers for each.
@@ -268,13 +286,7 @@ __global__ void __launch_bounds__(kThreads, kTileThreads / kThreads)
   }
   if (has_value) {
     if (tile > 0) {
-      const uint32* before = slot;
-      uint32 word;
-      do {
-        before -= kSortDigits;
-        word = awaited(before);
-        end += word & kIsEnd ? word - kIsEnd : word - 1;
-      } while (!(word & kIsEnd));
+      end = end_of_tiles_before(slot, tile);
       publish(slot, kIsEnd | (end + count));
     }
     offsets[thread] = end - place;

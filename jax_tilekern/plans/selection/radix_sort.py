@@ -27,10 +27,7 @@ from jax_tilekern.plans.selection.tile import Tile
 
 _FILE = "selection/radix_sort.cuh"
 _MAX_SIZE = 2**31 - 1
-_TILES = (
-    Tile(256, 4), Tile(256, 8), Tile(256, 12), Tile(256, 16), Tile(256, 18), Tile(384, 12),
-    Tile(384, 18),
-)  # fmt: skip
+_TILES = Tile(256, 4), Tile(256, 8), Tile(256, 12), Tile(256, 16), Tile(384, 12), Tile(384, 16)
 # Bytes of a thread's elements, beside which registers hold their indices and ranks.
 _MAX_THREAD_BYTES = 96
 _WORD_BYTES, _SECTOR_BYTES = 4, 32
@@ -39,8 +36,8 @@ _VALUES = 1 << DIGIT_BITS  # of a digit
 # an SM.
 _COUNT_THREADS, _COUNT_ITEMS, _COUNT_COPIES, _COUNT_CTAS = 512, 8, 8, 2
 # Cycles of an SM to count a digit of an element of each lane, where four lanes share a bank, and of
-# a step of the look-back, which is a read from L2. Both are estimates.
-_COUNT_CYCLES, _STEP_LATENCY = 4, 700
+# a step of the look-back, which is a read of some tiles from L2. Cycles are estimates.
+_COUNT_CYCLES, _STEP_LATENCY, _STEP_TILES = 4, 700, 4
 # CTAs of an SM that sort tiles.
 _TILE_CTAS = 3
 
@@ -219,9 +216,9 @@ def _cycles(problem: SortedRows, tile: Tile, gpu: Gpu) -> float:
     tiles_of_sm = math.ceil(ctas / gpu.sm_count)
     busy = tiles_of_sm * (tile.threads // WARP * tile.items * ITEM_CYCLES + PASS_CYCLES)
     alone = tile.items * ITEM_LATENCY + PASS_LATENCY
-    # Tiles of a row that begin together look back over others that begin with them. A step later
-    # as many more of them have ended as there have been steps.
+    # Tiles of a row that begin together look back over others that begin with them. With each step
+    # of a tile, the tiles end whose look-back that many steps cover.
     together = min(tiles, max(1, _TILE_CTAS * gpu.sm_count // problem.rows))
-    look_back = math.sqrt(2 * together) * _STEP_LATENCY
+    look_back = math.ceil(math.sqrt(2 * together / _STEP_TILES)) * _STEP_LATENCY
     launches = rates.launch_cycles + (1 + digits) * rates.next_launch_cycles
     return launches + cleared + counted + digits * (max(memory, busy, alone) + look_back)
