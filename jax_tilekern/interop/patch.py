@@ -25,7 +25,7 @@ from jax_tilekern.interop.global_modes import (
     release,
     release_function,
 )
-from jax_tilekern.interop.originals import lax
+from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.scope import scoped
 
 
@@ -165,8 +165,8 @@ def _traced() -> list[str]:
             lax.top_k(x, 1),
             lax.sort(x),
             lax.cumsum(x),
-            jax.numpy.median(x),
-            jax.numpy.searchsorted(x[0], x),
+            jnp.median(x),
+            jnp.searchsorted(x[0], x),
             jax.nn.dot_product_attention(heads, heads, heads),
         )
 
