@@ -34,6 +34,7 @@ from benchmarks import (
     selection,
     sharded,
     sharded_bytes,
+    small_weights,
     training,
 )
 from benchmarks.errors import BenchmarkError
@@ -125,6 +126,7 @@ _COMMANDS: dict[str, Command] = {
     "scans": scans.COMMAND,
     "segments": segments.COMMAND,
     "selection": selection.COMMAND,
+    "small_weights": small_weights.COMMAND,
     "sample": sample.COMMAND,
     **moe.COMMANDS,
     "attention": attention.COMMAND,

@@ -87,11 +87,11 @@ def check(rng, problem, gpu=H100, **how):
 CALLS = {
     "one row": WeightOnlyProduct(1, 200, 640, 4, 128, BF16, BF16),
     "zeros": WeightOnlyProduct(9, 70, 544, 4, 32, BF16, BF16, BF16, F32),
-    "many rows": WeightOnlyProduct(150, 130, 320, 4, 64, F16, F16, zero_dtype=F16),
+    "many rows": WeightOnlyProduct(150, 130, 320, 4, 64, BF16, BF16, zero_dtype=F16),
     "whole rows": WeightOnlyProduct(20, 136, 672, 4, 672, F16, F32),
     "bytes": WeightOnlyProduct(3, 65, 400, 8, 128, BF16, F32, row_block=65),
     "bytes, zeros": WeightOnlyProduct(33, 129, 272, 8, 32, BF16, BF16, zero_dtype=F32),
-    "bytes of float16": WeightOnlyProduct(8, 64, 1040, 8, 64, F16, F16, F16, F16, row_block=30),
+    "bytes of float16": WeightOnlyProduct(8, 64, 1040, 8, 64, F16, F16, F16, row_block=30),
     "bytes in large groups": WeightOnlyProduct(2, 70, 1040, 8, 256, F16, F16),
     "batches": WeightOnlyProduct(5, 70, 288, 4, 64, BF16, BF16, F32, BF16, 64, 3),
     "one x": WeightOnlyProduct(5, 70, 288, 8, 64, BF16, BF16, batch=2, x_batched=False),
@@ -141,6 +141,7 @@ def test_decode_has_ctas_for_a_gpu():
         (WeightOnlyProduct(1, 8, 64, 4, 64, BF16, F16), H100, "no float16 of bfloat16"),
         (WeightOnlyProduct(1, 8, 48, 4, 64, BF16, BF16), H100, "rows of 48 elements"),
         (WeightOnlyProduct(1, 8, 96, 4, 48, BF16, BF16), H100, "not 48"),
+        (WeightOnlyProduct(1, 8, 64, 4, 64, F16, F16, F32, F32), H100, "zero points"),
         (WeightOnlyProduct(0, 8, 64, 4, 64, BF16, BF16), H100, "nothing to multiply"),
     ],
 )

@@ -171,6 +171,8 @@ def weights_product(draw: Draw, name: str) -> Call:
     sizes = {label: max(1, min(256, size)) for label, size in draw.sizes("mkn").items()}
     m, k, n = (sizes[label] for label in "mkn")
     k += draw.one(0, 60, 128, 200)
+    # Kernels have rows of weights in units of 16 bytes.
+    k = draw.one(k, -(-k // 32) * 32)
     has_groups, has_epilogue = "ragged" in name, "epilogue" in name
     has_zeros, group = draw.one(True, False), draw.one(32, 64, 128, k)
     experts = draw.one(1, 3)

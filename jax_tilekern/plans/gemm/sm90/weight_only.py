@@ -34,6 +34,7 @@ _MAX_STAGES = 12
 _BARRIERS_BYTES = 2 * 8 * _MAX_STAGES
 # A part of k has so many k-tiles at least, so that its partial sums are few beside its operands.
 _SPLIT_K_TILES = 4
+_MOST_ELEMENTS = 2**31 - 1024  # sizes and coordinates are 32-bit integers
 _GROUPS = (32, 64, 128)
 _TENSOR_MAP_DTYPES: dict[np.dtype[Any], Any] = {BF16: "bfloat16", F16: "float16"}
 
@@ -126,6 +127,10 @@ def refusal(problem: WeightOnlyProduct, gpu: Gpu) -> str:
         return f"kernels of 4- and 8-bit weights have groups of 32, 64 and 128, not {problem.group}"
     if problem.out_dtype not in (problem.dtype, F32):
         return f"kernels of 4- and 8-bit weights have no {problem.out_dtype} of {problem.dtype}"
+    if problem.zero_dtype is not None and problem.dtype == F16:
+        return "differences to zero points are rounded to the type of x, which float16 keeps exact"
+    if max(problem.m, problem.n, problem.k) > _MOST_ELEMENTS:
+        return f"a size of {max(problem.m, problem.n, problem.k)} exceeds {_MOST_ELEMENTS}"
     if min(problem.m, problem.n, problem.k, problem.batch) == 0:
         return "there is nothing to multiply"
     return ""
