@@ -34,7 +34,7 @@ struct WeightFloats {
   static constexpr uint32 kOnes = 0x00010001u;
   static constexpr uint32 kOffsetBits = kOnes * (kIsBf16 ? 0x4300 : 0x6400);
   static constexpr uint32 kSigns = kOnes << (kBits - 1);
-  static constexpr uint32 kIntegers = kOnes * ((1 << kBits) - 1);
+  static constexpr uint32 kMask = kOnes * ((1 << (kBits - kSignApart)) - 1);
 
   // What is subtracted of both halves of a word.
   uint32 integer, rest;
@@ -46,17 +46,17 @@ struct WeightFloats {
   }
   WeightFloats() : WeightFloats(0) {}
 
-  // Converts two integers, which are in the lowest bits of the halves of a word.
-  uint32 operator()(uint32 integers) const {
+  // Converts two integers, which are in the lowest bits of the halves of a word. `mask` is kMask.
+  uint32 operator()(uint32 integers, uint32 mask) const {
     uint32 values;
     if constexpr (kSignApart) {
-      const uint32 low = (integers & kIntegers & ~kSigns) | kOffsetBits;
+      const uint32 low = (integers & mask) | kOffsetBits;
       const uint32 sign = (integers & kSigns) | kOffsetBits;
       // The sign's bit doubles the offset, and so subtracts it again.
       values = subtract_pair(T(), low, sign);
       if constexpr (kZeros) values = subtract_pair(T(), values, integer);
     } else {
-      values = subtract_pair(T(), (integers & kIntegers) ^ (kOffsetBits | kSigns), integer);
+      values = subtract_pair(T(), (integers & mask) ^ (kOffsetBits | kSigns), integer);
     }
     return kZeros ? subtract_pair(T(), values, rest) : values;
   }
@@ -72,8 +72,11 @@ class WeightFragments {
   // MMA steps, of 16 elements of k, that 16 bytes have.
   static constexpr int kUnitSteps = 8 / kBits;
 
-  // `first_row` is the warp's first row in the tile.
-  WeightFragments(int first_row, int lane) : row_(lane / 4) {
+  // `first_row` is the warp's first row in the tile, and `rows` is any number that is not negative.
+  WeightFragments(int first_row, int lane, int rows)
+      : row_(lane / 4),
+        // Not a constant: ptxas would move it to a register before each use.
+        mask_(rows < 0 ? 0 : Floats::kMask) {
     const uint32 t = lane % 4;
     offset_ = (first_row + row_) * 128;
     selector_ = kBits == 4 ? t | (4 + t) << 4 : 2 * t | (2 * t + 1) << 8;
@@ -104,7 +107,7 @@ class WeightFragments {
         }
 #pragma unroll
         for (int i = 0; i < 2 * kUnitSteps; ++i) {
-          words[unit * kUnitSteps + i / 2][2 * (i % 2) + half] = floats[half](pairs[i]);
+          words[unit * kUnitSteps + i / 2][2 * (i % 2) + half] = floats[half](pairs[i], mask_);
         }
       }
     }
@@ -114,6 +117,7 @@ class WeightFragments {
   int row_;
   int offset_;
   uint32 selector_;
+  uint32 mask_;
 };
 
 }  // namespace tilekern

@@ -123,7 +123,7 @@ class WeightOnlyMatmul {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 % (4 * config.tile_consumers()) * 16;
     const int first = threadIdx.x / 128 % kKConsumers;
-    const Fragments fragments(warp_row, lane);
+    const Fragments fragments(warp_row, lane, shape_.m);
     const int row = blockIdx.x * config.block_m + warp_row + lane / 4;
     int64 first_group[2];
 #pragma unroll

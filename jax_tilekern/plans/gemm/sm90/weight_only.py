@@ -219,7 +219,9 @@ def tile_of(problem: WeightOnlyProduct, gpu: Gpu) -> Tile:
     A tile of few rows has two consumers along k and leaves registers for another CTA, so that loads
     and conversions overlap. Of many rows, two consumers share the tile in shared memory.
     """
-    tokens = next((x for x in _TOKENS if x >= problem.m), _TOKENS[-1])
+    # Scales and zero points of groups of 32 take registers, too.
+    possible = _TOKENS[:-1] if problem.zero_dtype and problem.group == _GROUPS[0] else _TOKENS
+    tokens = next((x for x in possible if x >= problem.m), possible[-1])
     few = tokens <= _TOKENS[1]
     tile = Tile(tokens, consumers=2, cooperative=not few, stages=1, ctas=2 if few else 1)
     room = (gpu.shared_memory_bytes + RESERVED_SHARED_BYTES) // tile.ctas - RESERVED_SHARED_BYTES
