@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
-from benchmarks.programs import Arrays, Errors, Program, on_gpu, program_command, random_arrays
+from benchmarks.programs import (
+    KERNELS,
+    Arrays,
+    Errors,
+    Program,
+    on_gpu,
+    program_command,
+    random_arrays,
+)
 
 _F32, _BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 # On a CPU rows have this part of the columns.
@@ -39,6 +47,14 @@ _SORTS = (
     (64, 512, _F32),
     (1, 2**20, _F32),
 )
+# Rows, columns and type of sorts by kernels, which no data prefer.
+_LONG_SORTS = (
+    (1, 2**16, _F32),
+    (1, 2**20, _F32),
+    (1, 2**24, _F32),
+    (8, 2**20, _F32),
+    (1, 2**22, jnp.dtype(jnp.int64)),
+)
 _MEDIANS = (1000, 10_000), (4096, 1000)
 
 
@@ -52,10 +68,23 @@ def _different(_: Arrays, results: Mapping[str, Any]) -> Errors:
     return {"ours": float(max(shares)), "XLA": 0.0}
 
 
-def _program(name: str, group: str, ours: Any, theirs: Any, *structs: Any) -> Program:
-    arguments = functools.partial(random_arrays, *structs)
+def _program(
+    name: str, group: str, ours: Any, theirs: Any, *structs: Any, **options: Any
+) -> Program:
+    arguments = functools.partial(_arrays, *structs)
     sides = {"ours": ours, "XLA": theirs}
-    return Program(name, arguments, sides, _different, group, margin=1.0)
+    return Program(name, arguments, sides, _different, group, margin=1.0, **options)
+
+
+def _arrays(*structs: Any) -> Arrays:
+    """Return normal numbers, and integers of all bits."""
+    found = []
+    for shape, dtype in structs:
+        if jnp.issubdtype(dtype, jnp.integer):
+            found.append(jax.random.bits(jax.random.key(0), shape, f"u{dtype}").astype(dtype))
+        else:
+            found += random_arrays((shape, dtype))
+    return found
 
 
 def _columns(columns: int, at_least: int = 1) -> int:
@@ -81,6 +110,20 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
                 f"{name} {rows:,} x {size:,} {dtype}", f"`{name}`", getattr(jtk, name),
                 getattr(jnp, name), ((rows, size), dtype),
             )  # fmt: skip
+    for rows, columns, dtype in _LONG_SORTS:
+        size = _columns(columns)
+        for name in ("sort", "argsort"):
+            yield _program(
+                f"{name} {rows:,} x {size:,} {dtype} by kernels", f"`{name}` by kernels",
+                getattr(jtk, name), getattr(jnp, name), ((rows, size), dtype),
+                contexts={"ours": KERNELS}, wide=dtype.itemsize == 8,
+            )  # fmt: skip
+    size = _columns(2**20)
+    yield _program(
+        f"lexsort of two keys of {size:,} int32 by kernels", "`lexsort` by kernels",
+        lambda x, y: jtk.lexsort((x, y)), lambda x, y: jnp.lexsort((x, y)),
+        *[((size,), jnp.dtype(jnp.int32))] * 2, contexts={"ours": KERNELS},
+    )  # fmt: skip
     for rows, columns in _MEDIANS:
         size = _columns(columns)
         yield _program(
