@@ -227,19 +227,19 @@ SORTS = {
     "an argsort": (lambda x, *_: jnp.argsort(x), 1),
     "a batch": (jax.vmap(lambda x, *_: jnp.argsort(x)), 1),
     "lexsort": (lambda x, y, _: jnp.lexsort((y, x)), 2),
-    # A sort, and two cumulative sums.
-    "unique": (lambda x, *_: jtk.unique(x, size=9, return_inverse=True), 3),
+    # Cumulative sums besides, as many as JAX's function has.
+    "unique": (lambda x, *_: jtk.unique(x, size=9, return_inverse=True), 1),
 }
 
 
 @pytest.mark.parametrize("name", SORTS)
 def test_sorts_of_several_operands(rng, name):
     operands = [jnp.asarray(elements(rng, "special", (9, 70), x)) for x in (F32, BF16, ORDERED[5])]
-    function, kernels = SORTS[name]
+    function, sorts = SORTS[name]
     expected = jax.jit(function)(*operands)
     with emulated_gpu() as ran, jtk.patch():
         found = jax.block_until_ready(jax.jit(function)(*operands))
-    assert len(ran) == kernels
+    assert sum(plan.name.startswith("sort") for plan in ran) == sorts
     results = jax.tree.map(np.asarray, [found, expected])
     assert_same_bits(*map(jax.tree.leaves, results))
 

@@ -347,6 +347,16 @@ def test_other_selections_stay_jaxs():
         assert ours_in(lambda x: jnp.nanmedian(x, 0), x) == [SORTS]
 
 
+@pytest.mark.parametrize(
+    "call", [lambda x: lax.top_k(x, 1), lax.cumsum, lax.cummax, lambda x: lax.sort(x)]
+)
+def test_lists_are_refused_as_by_jax(call):
+    with pytest.raises(Exception) as theirs:  # noqa: PT011
+        call([3.0, 1.0])
+    with pytest.raises(type(theirs.value)), jtk.patch():
+        call([3.0, 1.0])
+
+
 def test_derivatives_of_selections(rng):
     x = jnp.asarray(rng.permutation(36).reshape(4, 9), f32)
     for name in ("lax.sort", "median", "quantile", "jnp.cumsum", "jnp.cumprod", "approx_max_k"):

@@ -219,3 +219,38 @@ def test_checkpoints_of_awq_and_gptq(rng, group):
     np.testing.assert_allclose(np.asarray(gptq.array(), np.float64), wanted, rtol=2.0**-10)
     y = jtk.matmul(jnp.ones((2, k), jnp.float16), gptq, preferred_element_type=jnp.float32)
     np.testing.assert_allclose(y[0], wanted.sum(0), rtol=1e-3, atol=0.5)
+
+
+def test_an_array_of_numpy(rng):
+    weights = quantised(rng, 64, 3)
+    np.testing.assert_array_equal(np.asarray(weights), weights.array())
+    rows = np.ones((2, 64), np.float32)
+    np.testing.assert_array_equal(rows @ weights, rows @ np.asarray(weights.array()))
+
+
+def test_float64(rng, x64):
+    w = rng.normal(size=(64, 3))
+    for given in (w, jnp.asarray(w)):
+        weights = jtk.quantize_weights({"kernel": given})["kernel"]
+        assert weights.dtype == np.float64
+        assert weights.scales.dtype == np.float32
+        np.testing.assert_array_equal(weights.values, quantised_values(w))
+
+
+def quantised_values(w):
+    return jtk.quantize(np.float32(w.T), dtype=jnp.int4)[0]
+
+
+def test_an_exported_program_takes_them(rng):
+    weights, x = quantised(rng, 64, 3, dtype=jnp.bfloat16), jnp.ones((2, 64), jnp.bfloat16)
+    with jtk.policy("xla"):
+        exported = jax.export.export(jax.jit(jtk.matmul))(x, weights)
+        again = jax.export.deserialize(exported.serialize())
+        np.testing.assert_array_equal(again.call(x, weights), jtk.matmul(x, weights))
+
+
+def test_a_matrix_of_integers_is_refused(rng):
+    weights = quantised(rng, 64, 3)
+    integers = jtk.QuantizedWeights(weights.values, weights.scales, None, jnp.int8)
+    with pytest.raises(TypeError, match=r"matrix of floats, not .*int8"):
+        jtk.matmul(jnp.ones((2, 64)), integers)

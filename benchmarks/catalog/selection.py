@@ -185,7 +185,7 @@ def quantiles(draw: Draw, name: str) -> Call:
 
     return Call(
         name, f"{axis=}, q={(scale * q).tolist()}, {method=}", (draw.operand(shape, dtype),),
-        call, errors, is_plain=False, has_jaxs_bits=method != "linear",
+        call, errors, is_plain=False, has_jaxs_bits=method not in ("linear", "midpoint"),
     )  # fmt: skip
 
 

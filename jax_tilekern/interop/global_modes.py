@@ -146,8 +146,10 @@ def intercept(
     @functools.wraps(bind)
     def intercepted(*operands: Any, **params: Any) -> Any:
         if group in _intercepting.value and not compat.in_pallas_kernel():
-            # The modes of the caller decide which type an array of NumPy has.
-            return replaced(*map(_as_array, operands), **params)
+            # The modes of the caller decide which type an array of NumPy has. JAX refuses lists.
+            arrays = [*map(_as_array, operands)]
+            if all(hasattr(x, "dtype") or isinstance(x, complex | float | int) for x in arrays):
+                return replaced(*arrays, **params)
         return bind(*operands, **params)
 
     vars(primitive)["bind"] = intercepted

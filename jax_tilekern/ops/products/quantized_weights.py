@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jax.typing import DTypeLike
 
 from jax_tilekern.interop import linen
@@ -95,12 +95,18 @@ class QuantizedWeights(ArraySource):
                 "QuantizedWeights have values (..., n, k) of int4, int8, float8_e4m3fn or "
                 f"float8_e5m2, not {values.dtype} of shape {values.shape}"
             )
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise TypeError(f"QuantizedWeights stand for a matrix of floats, not {self.dtype}")
         check_weight_scales("QuantizedWeights: ", values, scales, zeros)
         return values, scales, zeros
 
     def array(self) -> Array:
         """Return the dequantised matrix."""
         return jnp.swapaxes(dequantized(*self.factors), -1, -2).astype(self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return the dequantised matrix as an array of NumPy."""
+        return np.asarray(self.array(), dtype)
 
     def __getitem__(self, index: Any) -> Any:
         # Flax reads a whole parameter by an ellipsis.
@@ -121,6 +127,15 @@ class QuantizedWeights(ArraySource):
         return self
 
     remove_axis = add_axis
+
+
+# Exported programs have the type for which weights stand by its name.
+export.register_pytree_node_serialization(
+    QuantizedWeights,
+    serialized_name="jax_tilekern.QuantizedWeights",
+    serialize_auxdata=lambda meta: np.dtype(meta[0]).name.encode(),
+    deserialize_auxdata=lambda name: (jnp.dtype(name.decode()),),
+)
 
 
 # In place of arrays in products.
@@ -207,18 +222,19 @@ def quantize_weights(
         name = f"quantize_weights: {jax.tree_util.keystr(path)}"
         if np.ndim(x) < 2:
             raise ValueError(f"{name} has shape {np.shape(x)}; where= takes matrices (..., k, n)")
-        if x.dtype not in QUANTIZED_DTYPES:
-            raise TypeError(
-                f"{name} is bfloat16, float16 or float32 if where= takes it, not {x.dtype}"
-            )
-        columns = jnp.swapaxes(x, -1, -2)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} is an array of floats if where= takes it, not {x.dtype}")
+        # Matrices of float64 are rounded to float32 first.
+        dtype_of_x = jax.dtypes.canonicalize_dtype(x.dtype)
+        wide = x if x.dtype in QUANTIZED_DTYPES else jnp.asarray(x, np.float32)
+        columns = jnp.swapaxes(wide, -1, -2)
         values, scales, *zeros = quantize(columns, block, dtype, symmetric=symmetric)
-        return QuantizedWeights(values, scales, zeros[0] if zeros else None, np.dtype(x.dtype))
+        return QuantizedWeights(values, scales, zeros[0] if zeros else None, np.dtype(dtype_of_x))
 
     return jax.tree_util.tree_map_with_path(quantised, params)
 
 
 def _is_kernel(path: str, x: Any) -> bool:
-    is_matrix = np.ndim(x) == 2 and x.dtype in QUANTIZED_DTYPES
+    is_matrix = np.ndim(x) == 2 and jnp.issubdtype(x.dtype, jnp.floating)
     # flax.nnx has the array of a parameter as its value.
     return is_matrix and path.removesuffix("/value").rpartition("/")[2] == "kernel"

@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.epilogue.scalar_function import Role
+from jax_tilekern.interop import compat
 from jax_tilekern.ops.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.products.groups import checked_offset, group_bounds
@@ -102,6 +103,7 @@ def scaled_ragged_dot(
            [512., 512., 512.],
            [  0.,   0.,   0.]], dtype=float32)
     """
+    compat.check_arraylike("scaled_ragged_dot", lhs, rhs, rhs_scales)
     lhs, rhs, rhs_scales = map(jnp.asarray, (lhs, rhs, rhs_scales))
     lhs_scales = None if lhs_scales is None else jnp.asarray(lhs_scales)
     zeros = None if rhs_zeros is None else jnp.asarray(rhs_zeros)
