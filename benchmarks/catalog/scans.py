@@ -129,6 +129,10 @@ def recurrence(draw: Draw, name: str) -> Call:
         sizes = [np.abs(wide(x)) for x in xs]
         # Products of coefficients may underflow.
         slack = roundoff * states(*sizes) + length * 2.0**-126 * (1 + np.max(sizes[1], initial=0))
+        # Behind a product of coefficients, or a state, that may overflow, anything is right.
+        reached = states(sizes[0], *(np.maximum(x, 1) for x in sizes[1:]))
+        reached = _along(np.maximum.accumulate, axis, reverse, reached)
+        slack = np.where(8 * reached < float(jnp.finfo(dtype).max), slack, np.inf)
         return [compared(result, states(*map(wide, xs)), slack)]
 
     def before(x, first=0):
