@@ -365,3 +365,21 @@ def test_devices_share_attention(name):
     assert kernels(program) == ["attention_bfloat", "attention_gradient_bfloat"]
     sent = [x.kind for x in collectives(program)]
     assert sent == [] if name == "functions" else set(sent) <= {"all-reduce", "reduce-scatter"}
+
+
+@pytest.mark.parametrize(
+    ("specs", "out", "sent"),
+    [
+        ((P(), P("d"), P("d")), P(None, "d"), []),
+        ((P("d"), P(), P()), P("d"), []),
+        # Sums of float32 of both devices.
+        ((P(None, "d"), P(None, "d"), P(None, "d")), P(), [("all-reduce", 16 * 2048 * 4)]),
+    ],
+)
+def test_sharded_products_by_weights(specs, out, sent):
+    _, (_, w, scales), launched = READ_IN_PLACE["weights of 4 bits"]
+    program = compiled(
+        by_int4, array(16, 1024), w, scales, mesh=mesh_of((2,), ("d",)), specs=specs, out=out
+    )
+    assert kernels(program) == [*launched]
+    assert [(x.kind, x.bytes_sent) for x in collectives(program)] == sent
