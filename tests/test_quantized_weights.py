@@ -186,7 +186,8 @@ def test_devices(rng, spec):
     placed = jax.device_put(weights, NamedSharding(mesh, spec))
     x = jnp.asarray(rng.normal(size=(8, 512)), jnp.float32)
     found = jax.jit(jtk.matmul)(x, placed)
-    np.testing.assert_allclose(found, x @ weights.array(), rtol=1e-4, atol=1e-3)
+    wanted = np.asarray(x, np.float64) @ np.asarray(weights.array(), np.float64)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
 
 
 # The layouts of checkpoints, as their libraries define them.

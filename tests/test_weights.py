@@ -1,5 +1,7 @@
 """Products by quantised weights: bounds, errors, other values, devices, and what explain says."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,6 +168,17 @@ SHARDINGS = {
     "k": ((P(None, ("d", "m")),) * 3, P(), ["all-reduce"]),
     "rows, columns": ((P("d"), P("m"), P("m")), P("d", "m"), []),
 }
+
+
+@pytest.mark.parametrize("epilogue", [None, jnp.tanh])
+def test_products_of_float32_are_not_rounded(rng, epilogue):
+    values, scales = weights(rng, 64, 128)
+    x = jnp.zeros((64, 128), F32)
+    with jtk.gpu_target("H200"):
+        own = functools.partial(jtk.scaled_matmul, rhs_scales=scales, epilogue=epilogue)
+        text = str(jtk.explain(lambda x: own(x, values, None), x))
+    assert " tiles" in text
+    assert "tf32" not in text
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")

@@ -157,7 +157,7 @@ def _by_contraction(*operands: Array, **params: Any) -> list[Array]:
         dequantized(*operands[1 : call.factors]).astype(dtype),
         *bounds,
         contraction=call.contraction,
-        precision=None,
+        precision=call.precision if operands[0].dtype == F32 else None,
         product=out_dtype,
         function=call.function,
         operands=[*zip(read, call.operand_labels, strict=True)],
