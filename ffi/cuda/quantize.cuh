@@ -11,7 +11,7 @@ namespace tilekern {
 
 inline constexpr int kQuantizeThreads = 256;
 inline constexpr int kQuantizeTile = 128;
-// A thread has 8 adjacent rows by 8 adjacent columns.
+// A thread has 8 rows by 8 columns.
 inline constexpr int kQuantizePatch = 8;
 
 // Run-time sizes; `plans/quantize.py` packs the same fields in the same order.
@@ -24,13 +24,19 @@ struct QuantizeShape {
 };
 
 // kSquare blocks are 128x128, others 1x128. With kAligned, 8 adjacent elements of `x`, of `values`
-// and of `transposed` have one alignment, and rows consist of them.
+// and of `transposed` have one alignment, and rows consist of them. A thread then has adjacent rows
+// and columns. Otherwise it has each 16th, so that threads load and store adjacent elements.
 template <typename T, typename Q, bool kSquare, bool kTransposed, bool kPowerOfTwo, bool kAligned>
 class QuantizeTile {
   static constexpr int kPatch = kQuantizePatch;
   static constexpr int kVectorBytes = kAligned ? min_of<int>(16, kPatch * sizeof(T)) : sizeof(T);
   static constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));
   static constexpr int kWarps = kQuantizeThreads / 32;
+  static constexpr int kParts = kQuantizeTile / kPatch;
+  // From the first row or column of a part's thread to that of the next part, and from one of a
+  // thread to its next one.
+  static constexpr int kOfPart = kAligned ? kPatch : 1;
+  static constexpr int kNext = kAligned ? 1 : kParts;
 
  public:
   // Eight quantised bytes.
@@ -38,8 +44,9 @@ class QuantizeTile {
     uint32 words[2];
   };
   struct Shared {
-    // The transpose. The place of bytes in a row is XORed with the row / 8, against bank conflicts.
-    Bytes bytes[kTransposed ? kQuantizeTile : 1][kTransposed ? kQuantizeTile / kPatch : 1];
+    // The transpose. The place of bytes in a row is XORed with the part of the threads that write
+    // the row, against bank conflicts.
+    Bytes bytes[kTransposed ? kQuantizeTile : 1][kTransposed ? kParts : 1];
     float largest[kWarps][kSquare ? 1 : kQuantizeTile];
     float factors[kSquare ? 1 : kQuantizeTile];
   };
@@ -50,8 +57,8 @@ class QuantizeTile {
         matrix_(blockIdx.x / (shape.row_tiles * shape.column_tiles)),
         tile_row_(blockIdx.x / shape.column_tiles % shape.row_tiles),
         tile_column_(blockIdx.x % shape.column_tiles),
-        row_(tile_row_ * kQuantizeTile + threadIdx.x / 16 * kPatch),
-        column_(tile_column_ * kQuantizeTile + threadIdx.x % 16 * kPatch) {}
+        row_(tile_row_ * kQuantizeTile + threadIdx.x / kParts * kOfPart),
+        column_(tile_column_ * kQuantizeTile + threadIdx.x % kParts * kOfPart) {}
 
   void run(const T* x, Q* values, float* scales, Q* transposed, float* transposed_scales) {
     load(x + matrix_ * shape_.rows * shape_.columns);
@@ -75,15 +82,19 @@ class QuantizeTile {
     for (int i = 0; i < kPatch; ++i) {
 #pragma unroll
       for (int j = 0; j < kPatch; j += kVector) {
-        if (row_ + i < shape_.rows && column_ + j < shape_.columns) {
-          vectors_[i][j / kVector] = load_once<kVectorBytes>(
-              x + static_cast<int64>(row_ + i) * shape_.columns + column_ + j);
+        const int row = row_ + i * kNext, column = column_ + j * kNext;
+        if (row < shape_.rows && column < shape_.columns) {
+          vectors_[i][j / kVector] =
+              load_once<kVectorBytes>(x + static_cast<int64>(row) * shape_.columns + column);
         } else {
           vectors_[i][j / kVector] = {};
         }
       }
     }
   }
+
+  // A column of the thread in the tile.
+  static int own_column(int j) { return threadIdx.x % kParts * kOfPart + j * kNext; }
 
   float element_at(int i, int j) const {
     return element<T, float>(vectors_[i][j / kVector], j % kVector);
@@ -143,8 +154,7 @@ class QuantizeTile {
         forget();
         factors_of_columns<kSpecial>(transposed_scales +
                                      matrix_ * shape_.row_tiles * shape_.columns);
-        stage_columns<kSpecial>(
-            [&](int j) { return shared_.factors[threadIdx.x % 16 * kPatch + j]; });
+        stage_columns<kSpecial>([&](int j) { return shared_.factors[own_column(j)]; });
         __syncthreads();
         store_columns(transposed);
       }
@@ -188,7 +198,7 @@ class QuantizeTile {
     }
     const float row = fmaxf(largest[0], __shfl_xor_sync(0xffffffff, largest[0], kPatch));
     const BlockScale of_row = block_scale<Q, kPowerOfTwo>(row);
-    const int own = row_ + lane % kPatch;
+    const int own = row_ + lane % kPatch * kNext;
     if (lane % 16 < kPatch && own < shape_.rows) {
       scales[static_cast<int64>(tile_column_) * shape_.rows + own] = of_row.scale;
     }
@@ -207,7 +217,7 @@ class QuantizeTile {
 #pragma unroll
       for (int i = 1; i < kPatch; ++i) column = fmaxf(column, magnitude<kSpecial>(i, j));
       column = fmaxf(column, __shfl_xor_sync(0xffffffff, column, 16));
-      if (lane < 16) shared_.largest[threadIdx.x / 32][lane * kPatch + j] = column;
+      if (lane < 16) shared_.largest[threadIdx.x / 32][own_column(j)] = column;
     }
     __syncthreads();
     if (threadIdx.x < kQuantizeTile) {
@@ -242,8 +252,9 @@ class QuantizeTile {
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
       const Bytes bytes = rounded<kSpecial>([&](int j) { return element_at(i, j) * factor(i); });
-      if (row_ + i >= shape_.rows) continue;
-      store_bytes(values + static_cast<int64>(row_ + i) * shape_.columns, column_, shape_.columns,
+      const int row = row_ + i * kNext;
+      if (row >= shape_.rows) continue;
+      store_bytes(values + static_cast<int64>(row) * shape_.columns, column_, shape_.columns,
                   bytes);
     }
   }
@@ -251,36 +262,37 @@ class QuantizeTile {
   // Writes the transpose of the patch to shared memory.
   template <bool kSpecial, class Factor>
   void stage_columns(const Factor& factor) {
-    const int chunk = (threadIdx.x / 16) ^ (threadIdx.x % 16);
+    const int chunk = (threadIdx.x / kParts) ^ (threadIdx.x % kParts);
 #pragma unroll
     for (int j = 0; j < kPatch; ++j) {
       const float by = factor(j);
-      shared_.bytes[threadIdx.x % 16 * kPatch + j][chunk] =
+      shared_.bytes[own_column(j)][chunk] =
           rounded<kSpecial>([&](int i) { return element_at(i, j) * by; });
     }
   }
 
   // 16 lanes store a row of the transpose.
   void store_columns(Q* transposed) const {
-    const int first = tile_row_ * kQuantizeTile + threadIdx.x % 16 * kPatch;
+    const int part = threadIdx.x % kParts, first = tile_row_ * kQuantizeTile + part * kOfPart;
 #pragma unroll
-    for (int i = 0; i < kQuantizeTile; i += kQuantizeThreads / 16) {
-      const int row = threadIdx.x / 16 + i, column = tile_column_ * kQuantizeTile + row;
+    for (int i = 0; i < kQuantizeTile; i += kQuantizeThreads / kParts) {
+      const int row = threadIdx.x / kParts + i, column = tile_column_ * kQuantizeTile + row;
       if (column >= shape_.columns) break;
+      const int writer = row / kOfPart % kParts;
       store_bytes(transposed + static_cast<int64>(column) * shape_.rows, first, shape_.rows,
-                  shared_.bytes[row][(threadIdx.x % 16) ^ (row / kPatch)]);
+                  shared_.bytes[row][part ^ writer]);
     }
   }
 
-  // Stores the bytes of a row from `column` on that are before `end`.
+  // Stores those of a thread's bytes of a row, the first one at `column`, that are before `end`.
   static void store_bytes(Q* row, int column, int end, const Bytes& bytes) {
     if constexpr (kAligned) {
       if (column < end) *reinterpret_cast<Bytes*>(row + column) = bytes;
     } else {
 #pragma unroll
       for (int j = 0; j < kPatch; ++j) {
-        if (column + j < end) {
-          row[column + j].bits = static_cast<uint8>(bytes.words[j / 4] >> 8 * (j % 4));
+        if (column + j * kNext < end) {
+          row[column + j * kNext].bits = static_cast<uint8>(bytes.words[j / 4] >> 8 * (j % 4));
         }
       }
     }
@@ -300,7 +312,7 @@ class QuantizeTile {
 // Scales of 1x128 blocks are written with those of adjacent rows, or columns, adjacent; those of
 // square blocks are row-major.
 template <typename T, typename Q, bool kSquare, bool kTransposed, bool kPowerOfTwo, bool kAligned>
-__global__ void __launch_bounds__(kQuantizeThreads, kAligned ? 2 : 1)
+__global__ void __launch_bounds__(kQuantizeThreads, 2)
     quantize(const T* x, Q* values, float* scales, Q* transposed, float* transposed_scales,
              const __grid_constant__ QuantizeShape shape) {
   using Tile = QuantizeTile<T, Q, kSquare, kTransposed, kPowerOfTwo, kAligned>;
