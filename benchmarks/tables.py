@@ -97,8 +97,9 @@ def _label(found: Record, row: Record, stem: str) -> str | None:
     if "chosen" in row:
         return f"`matmul`{', 1 to 256 rows' if stem.startswith('decode') else ''}"
     if "draw" in row:
-        operation = row["draw"][0].partition(",")[0]
-        return "`linalg`" if operation.startswith("linalg.") else f"`{operation}`"
+        operation, *variant = row["draw"][0].split(",", 1)
+        name = "linalg" if operation.startswith("linalg.") else operation
+        return ",".join([f"`{name}`", *variant])
     if "sample" in found:
         return f"`{found['operation']}`"
     if "suite" not in found:
