@@ -29,7 +29,7 @@ def _terms(x, weights, bias, state):
 def causal_conv1d(draw: Draw, name: str) -> Call:
     """Draw sequences, with a state or without."""
     width = draw.one(2, 3, 4, 4, 5, 8) if draw.only is None else 4
-    sizes = draw.sizes("blc", 1 << 20)
+    sizes = draw.moved_sizes("blc", 1 << 20)
     batch, length, channels = (sizes[label] for label in "blc")
     dtype = draw.type(*FLOATS)
     options = {"activation": draw.one(None, "silu") if draw.only is None else "silu"}

@@ -43,7 +43,7 @@ def cumulative(draw: Draw, name: str) -> Call:
     whole = OTHERS[:-1] if draw.for_tests and name != "cumlogsumexp" else ()
     complex_ = COMPLEX if name in ("cumsum", "cumprod") else ()
     (x,) = draw.operands(
-        f"{labels}->", draw.sizes(labels, 1 << 18), [draw.type(*FLOATS, *whole, *complex_)]
+        f"{labels}->", draw.moved_sizes(labels, 1 << 18), [draw.type(*FLOATS, *whole, *complex_)]
     )
     axis, reverse = _direction(draw, len(labels))
     options = {"axis": axis, "reverse": reverse}
@@ -110,7 +110,7 @@ def recurrence(draw: Draw, name: str) -> Call:
     """Draw any axis, either direction, and a first state."""
     labels = draw.labels((1, 2, 2, 3)) if draw.only is None else "ab"
     dtype = draw.type(F32, BF16, F16, F64, *COMPLEX)
-    sizes = draw.sizes(labels, 1 << 16)
+    sizes = draw.moved_sizes(labels, 1 << 16)
     axis, reverse = _direction(draw, len(labels))
     length = sizes[labels[axis]]
     operands = draw.operands(f"{labels},{labels}->", sizes, [dtype, dtype])
@@ -180,7 +180,7 @@ def of_one_array(draw: Draw, name: str) -> Call:
     labels = draw.labels((1, 2, 2, 3)) if draw.only is None else "ab"
     dtype = draw.type(F32, F64)
     axis, reverse = _direction(draw, len(labels))
-    (operand,) = draw.operands(f"{labels}->", draw.sizes(labels, 1 << 16), [dtype])
+    (operand,) = draw.operands(f"{labels}->", draw.moved_sizes(labels, 1 << 16), [dtype])
     length = operand.shape[axis]
 
     def errors(result, x):
@@ -207,7 +207,7 @@ def composition(draw: Draw, name: str) -> Call:
     labels = draw.labels((1, 2, 2, 3)) if draw.only is None else "ab"
     dtype = draw.type(F32, F64)
     axis, reverse = _direction(draw, len(labels))
-    sizes = draw.sizes(labels, 1 << 16)
+    sizes = draw.moved_sizes(labels, 1 << 16)
     operands = draw.operands(f"{labels},{labels},{labels}->", sizes, [dtype] * 3)
     length = operands[0].shape[axis]
 

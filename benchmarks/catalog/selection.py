@@ -22,23 +22,26 @@ _INTEGERS = tuple(np.dtype(x) for x in ("int8", "uint8", "int16", "int32", "uint
 
 
 def _shape(draw: Draw) -> tuple[int, ...]:
-    """Draw rows and columns, and for tests up to three dimensions."""
-    if draw.only is not None or draw.scale > 1:
+    """Draw rows and columns, at a scale a vector in one of four, and for tests any rank up to 3."""
+    if draw.only is not None:
         return draw.size(), max(1, draw.size())
+    if draw.scale > 1:
+        return tuple(draw.moved_sizes(draw.one("a", "ab", "ab", "ab")).values())
     return *(draw.size(40) for _ in range(draw.one(0, 1, 1, 2))), max(1, draw.size())
 
 
 def _axis(draw: Draw, rank: int) -> int:
     """Draw the last axis or the first, and for tests any axis."""
     if draw.only is not None or draw.scale > 1:
-        return draw.one(-1, 0)
+        return draw.one(-1, -1, -1, 0) if rank > 1 else -1
     return int(draw.rng.integers(-rank, rank))
 
 
 def largest(draw: Draw, name: str) -> Call:
     """Draw the largest in order, and of equal ones the first."""
     shape = _shape(draw)
-    k = int(draw.rng.integers(0, min(shape[-1], draw.one(2, 70)) + 1))
+    least, most = (0, draw.one(2, 70)) if draw.scale == 1 else (1, draw.one(8, 64, 1024))
+    k = int(draw.rng.integers(least, min(shape[-1], most) + 1))
     dtype = draw.type(*FLOATS, *_INTEGERS)
     operand = draw.operand(shape, dtype)
     axis = _axis(draw, len(shape))
@@ -110,7 +113,7 @@ def sorts_by_keys(draw: Draw, name: str) -> Call:
 
 def without_repetitions(draw: Draw, name: str) -> Call:
     """Draw integers, of which there are few, and what else is returned."""
-    shape = (max(1, draw.size()),) if draw.only is None else (4, draw.size())
+    shape = (max(1, *draw.moved_sizes("a").values()),) if draw.only is None else (4, draw.size())
     dtype = draw.type(*_INTEGERS, *FLOATS)
     size = draw.size(40)
     options = {x: draw.chance(0.5) for x in ("return_index", "return_inverse", "return_counts")}
@@ -138,7 +141,7 @@ def without_repetitions(draw: Draw, name: str) -> Call:
 
 def quantiles(draw: Draw, name: str) -> Call:
     """Draw a median, or quantiles of numbers between 0 and 1."""
-    shape = max(1, draw.size()), max(1, draw.size())
+    shape = tuple(max(1, size) for size in draw.moved_sizes("ab").values())
     dtype = draw.type(F32, BF16, F16, F64)
     axis = draw.one(-1, 0)
     q = np.round(draw.rng.random(draw.one(1, 2, 5)), 2).astype(np.float32)
@@ -191,7 +194,8 @@ def quantiles(draw: Draw, name: str) -> Call:
 
 def searches(draw: Draw, name: str) -> Call:
     """Draw searches in an array that ascends."""
-    count, shape = draw.size(), (draw.size(), draw.size(20))
+    (count,) = draw.moved_sizes("a").values()
+    shape = (draw.size(), draw.size(20)) if draw.scale == 1 else _shape(draw)
     dtype, side = draw.type(*FLOATS, *_INTEGERS), draw.one("left", "right")
     values = draw.value(draw.operand((count,), dtype), special=False)
     values = values[np.argsort(wide(values), kind="stable")]
@@ -208,7 +212,8 @@ def searches(draw: Draw, name: str) -> Call:
 
 def bins_of(draw: Draw, name: str) -> Call:
     """Draw edges that ascend or descend."""
-    count, shape = draw.size(40), (draw.size(), draw.size(20))
+    count = draw.size(40)
+    shape = (draw.size(), draw.size(20)) if draw.scale == 1 else _shape(draw)
     dtype, right = draw.type(*FLOATS, *_INTEGERS), draw.chance(0.5)
     edges = draw.value(draw.operand((count,), dtype), special=False)
     order = np.argsort(wide(edges), kind="stable")
