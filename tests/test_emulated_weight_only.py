@@ -92,6 +92,9 @@ CALLS = {
     "bytes": WeightOnlyProduct(3, 65, 400, 8, 128, BF16, F32, row_block=65),
     "bytes, zeros": WeightOnlyProduct(33, 129, 272, 8, 32, BF16, BF16, zero_dtype=F32),
     "bytes of float16": WeightOnlyProduct(8, 64, 1040, 8, 64, F16, F16, F16, row_block=30),
+    "bytes in tiles of 16": WeightOnlyProduct(12, 70, 656, 8, 128, BF16, BF16, zero_dtype=BF16),
+    "bytes of many rows": WeightOnlyProduct(75, 130, 528, 8, 64, BF16, F32),
+    "zeros of several tiles": WeightOnlyProduct(17, 66, 800, 4, 128, BF16, F32, zero_dtype=F32),
     "bytes in large groups": WeightOnlyProduct(2, 70, 1040, 8, 256, F16, F16),
     "batches": WeightOnlyProduct(5, 70, 288, 4, 64, BF16, BF16, F32, BF16, 64, 3),
     "one x": WeightOnlyProduct(5, 70, 288, 8, 64, BF16, BF16, batch=2, x_batched=False),
@@ -116,10 +119,11 @@ def test_asynchronous_copies_are_waited_for(rng, name, late):
 
 @pytest.mark.parametrize("m", [1, 16, 32, 64])
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("zeros", [None, F32])
 @pytest.mark.one_in(4)
-def test_kernels_neither_spill_nor_serialize(m, bits, group):
-    problem = WeightOnlyProduct(m, 14336, 4096, bits, group, BF16, BF16, F32, F32)
+def test_kernels_neither_spill_nor_serialize(m, bits, group, zeros):
+    problem = WeightOnlyProduct(m, 14336, 4096, bits, group, BF16, BF16, F32, zeros)
     for out in (BF16, F32):
         compiled = compile_kernels(kernel_of(problem, tile_of(problem, H100), out), arch=H100.arch)
         (entry,) = compiled.entries

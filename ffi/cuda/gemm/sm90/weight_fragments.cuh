@@ -62,6 +62,27 @@ struct WeightFloats {
   }
 };
 
+// The order of k in fragments and rows of x. A lane of a quad takes every fourth word of a row of
+// weights, and half words of each of its shifts have the two integers of a pair. So word w of a row
+// of x has elements whose distance along k is 4 (of 4 bits) or 2 (of 8 bits).
+template <int kBits>
+struct WeightOrder {
+  // Units of 16 bytes that are permuted together: one span of 4 bits, or two of 8 bits.
+  static constexpr int kUnits = 4;
+  static constexpr int kSpanWords = kBits == 4 ? 16 : 8;
+
+  static void permute(uint32 (&to)[kUnits][4], const uint32 (&from)[kUnits][4]) {
+#pragma unroll
+    for (int w = 0; w < 4 * kUnits; ++w) {
+      const int span = w / kSpanWords * kSpanWords, step = w % kSpanWords / 8, t = w % 4;
+      const int first = span + t * (kSpanWords / 4) + step;
+      const int second = first + kSpanWords / 8;
+      to[w / 4][t] = permute_bytes(from[first / 4][first % 4], from[second / 4][second % 4],
+                                   w / 4 % 2 == 0 ? 0x5410 : 0x7632);
+    }
+  }
+};
+
 // Loads fragments from a tile in rows of 128 bytes with TMA's 128-byte swizzle.
 template <typename T, int kBits, bool kZeros>
 class WeightFragments {
@@ -74,49 +95,32 @@ class WeightFragments {
 
   // `first_row` is the warp's first row in the tile, and `rows` is any number that is not negative.
   WeightFragments(int first_row, int lane, int rows)
-      : row_(lane / 4),
+      : offset_((first_row + lane / 4) * 128 + lane / 4 * kUnitBytes + lane % 4 * 4),
         // Not a constant: ptxas would move it to a register before each use.
-        mask_(rows < 0 ? 0 : Floats::kMask) {
-    const uint32 t = lane % 4;
-    offset_ = (first_row + row_) * 128;
-    selector_ = kBits == 4 ? t | (4 + t) << 4 : 2 * t | (2 * t + 1) << 8;
-  }
+        mask_(rows < 0 ? 0 : Floats::kMask) {}
 
-  // Loads kSteps steps from step `first_step` on; rows row and 8 + row have their zero points.
+  // Loads kSteps steps from step `first_step` on, in WeightOrder; rows row and 8 + row have their
+  // zero points.
   template <int kSteps>
   void load(uint32 (&words)[kSteps][4], uint32 tile, int first_step,
             const Floats (&floats)[2]) const {
 #pragma unroll
     for (int unit = 0; unit < kSteps / kUnitSteps; ++unit) {
+      const uint32 at = (tile + offset_) ^ (first_step / kUnitSteps + unit) * kUnitBytes;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = (first_step / kUnitSteps + unit) ^ row_;
-        uint32 bytes[4];
-        load_shared(bytes, tile + offset_ + half * 8 * 128 + at * kUnitBytes);
-        // A thread has two adjacent elements of each 8.
-        uint32 pairs[2 * kUnitSteps];
-        if constexpr (kBits == 4) {
-          const uint32 own = permute_bytes(permute_bytes(bytes[0], bytes[1], selector_),
-                                           permute_bytes(bytes[2], bytes[3], selector_), 0x5410);
-          const uint32 odd = own >> 4;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) pairs[i] = permute_bytes(own, odd, i | (4 + i) << 8);
-        } else {
-          pairs[0] = permute_bytes(bytes[0], bytes[1], selector_);
-          pairs[1] = permute_bytes(bytes[2], bytes[3], selector_);
-        }
+        const uint32 own = load_shared_as<uint32>(at + half * 8 * 128);
 #pragma unroll
         for (int i = 0; i < 2 * kUnitSteps; ++i) {
-          words[unit * kUnitSteps + i / 2][2 * (i % 2) + half] = floats[half](pairs[i], mask_);
+          words[unit * kUnitSteps + i / 2][2 * (i % 2) + half] =
+              floats[half](own >> kBits * i, mask_);
         }
       }
     }
   }
 
  private:
-  int row_;
-  int offset_;
-  uint32 selector_;
+  uint32 offset_;
   uint32 mask_;
 };
 

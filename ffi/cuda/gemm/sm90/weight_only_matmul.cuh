@@ -10,7 +10,8 @@
 // integers in 16-bit floats, and rows of x are columns. Scales multiply the sums of a group in
 // float32. A CTA has one tile; one thread of a warp of its own loads k-tiles by TMA. A k-tile has
 // 128 bytes of each row of weights. Cooperative consumers have 64 rows of weights each, and others
-// alternate k-tiles of the same rows.
+// alternate k-tiles of the same rows. Meanwhile, other warps permute the rows of x of a k-tile to
+// the order of k that fragments of weights have.
 #pragma once
 
 #include "gemm/sm90/config.cuh"
@@ -42,13 +43,14 @@ struct WeightOnlyShape {
 
 extern __shared__ __align__(1024) unsigned char weight_only_shared[];
 
-inline constexpr int weight_only_threads(const WgmmaConfig& config) {
-  return 128 * config.consumers + 32;
+inline constexpr int weight_only_threads(const WgmmaConfig& config, int permuters) {
+  return 128 * config.consumers + 32 * (1 + permuters);
 }
 
-// kGroup is the number of elements of a k-tile that have the same scale.
+// kGroup is the number of elements of a k-tile that have the same scale, and kPermuters is the
+// number of warps that permute x.
 template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
-          int kGroup, bool kZeros>
+          int kGroup, bool kZeros, int kPermuters>
 class WeightOnlyMatmul {
   static constexpr int kChunk = 64;
   static constexpr int kChunks = config.block_k / kChunk;
@@ -57,6 +59,8 @@ class WeightOnlyMatmul {
   static constexpr int kWeightBytes = config.block_m * kTileRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kChunks * XChunk::kBytes;
   using Pipeline = MainloopPipeline<config, kStageBytes, 0>;
+  using Order = WeightOrder<kBits>;
+  static constexpr int kReadyBytes = config.stages * kBarrierBytes;
   using Fragments = WeightFragments<T, kBits, kZeros>;
   using Floats = typename Fragments::Floats;
   using Types = WgmmaTypes<T, T>;
@@ -78,7 +82,8 @@ class WeightOnlyMatmul {
         out_(out),
         stages_(shared_address(weight_only_shared)),
         pipeline_(stages_, stages_, stages_ + Pipeline::kStagesBytes),
-        results_(stages_ + Pipeline::kStagesBytes + Pipeline::kBarriersBytes),
+        ready_(stages_ + Pipeline::kStagesBytes + Pipeline::kBarriersBytes),
+        results_(ready_ + kReadyBytes),
         batch_(blockIdx.z % shape.batches),
         split_(blockIdx.z / shape.batches),
         first_tile_(split_ * shape.split_k_tiles),
@@ -89,17 +94,24 @@ class WeightOnlyMatmul {
       prefetch_tensor_map(weights);
       prefetch_tensor_map(x);
       pipeline_.init();
+#pragma unroll
+      for (int stage = 0; stage < config.stages; ++stage) mbarrier_init(ready(stage), kPermuters);
       fence_barrier_init();
     }
     __syncthreads();
     if (threadIdx.x / 128 < config.consumers) {
       consume();
-    } else if (threadIdx.x % 128 == 0) {
+    } else if (threadIdx.x / 32 > 4 * config.consumers) {
+      permute(threadIdx.x / 32 - 4 * config.consumers - 1);
+    } else if (threadIdx.x % 32 == 0) {
       produce(weights, x);
     }
   }
 
  private:
+  // The barrier that completes when the rows of x of a stage are in the order of fragments.
+  uint32 ready(int stage) const { return ready_ + stage * kBarrierBytes; }
+
   void produce(const TensorMap& weights, const TensorMap& x) const {
     const int row = blockIdx.x * config.block_m, token = blockIdx.y * config.block_n;
     typename Pipeline::State state;
@@ -116,6 +128,45 @@ class WeightOnlyMatmul {
                  {{k_tile * config.block_k + chunk * kChunk, token, batch_ * shape_.x_step, 0, 0}},
                  full);
       }
+    }
+  }
+
+  // Permutes the rows of x of each stage in place, but for those behind the last one, which are
+  // zeros. A thread has four units of 16 bytes at a time, and eight adjacent threads have those of
+  // eight rows, which are in different banks.
+  void permute(int permuter) const {
+    constexpr int kUnits = Order::kUnits, kUnitBytes = 16;
+    constexpr int kSpans = config.block_k * sizeof(T) / (kUnits * kUnitBytes);
+    const int lane = threadIdx.x % 32;
+    const int rows =
+        min_of(config.block_n, shape_.m - static_cast<int>(blockIdx.y) * config.block_n);
+    typename Pipeline::State state;
+    for (int tile = 0; tile < tiles_; ++tile, state.advance()) {
+      const uint32 x = pipeline_.stage(state.stage) + kWeightBytes;
+      pipeline_.wait_full(state);
+#pragma unroll 2
+      for (int item = permuter * 32 + lane; item < (rows + 7) / 8 * 8 * kSpans;
+           item += kPermuters * 32) {
+        const int row = item / (8 * kSpans) * 8 + item % 8, span = item / 8 % kSpans;
+        if (row >= rows) continue;
+        const uint32 first = x + span / 2 * XChunk::kBytes + row * kTileRowBytes;
+        uint32 from[kUnits][4], to[kUnits][4];
+        const auto address = [&](int unit) {
+          return first + ((span % 2 * kUnits + unit) ^ row % 8) * kUnitBytes;
+        };
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+          load_shared(from[unit], address(unit));
+        }
+        Order::permute(to, from);
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+          store_shared(address(unit), to[unit]);
+        }
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(ready(state.stage));
     }
   }
 
@@ -139,7 +190,7 @@ class WeightOnlyMatmul {
     for (int tile = first; tile < tiles_; tile += kKConsumers, state.skip(kKConsumers)) {
       load_scales(first_group, first_tile_ + tile);
       pipeline_.wait_full(state);
-      multiply_tile(fragments, pipeline_.stage(state.stage));
+      multiply_tile(fragments, state);
       pipeline_.release(state.stage);
     }
     if constexpr (kKConsumers > 1) {
@@ -167,7 +218,8 @@ class WeightOnlyMatmul {
 
   // While the MMAs of a batch run, the fragments of the next one are converted. The sums of a group
   // are added to the result when the first MMAs of the next group run.
-  void multiply_tile(const Fragments& fragments, uint32 stage) {
+  void multiply_tile(const Fragments& fragments, const typename Pipeline::State& state) {
+    const uint32 stage = pipeline_.stage(state.stage);
     const uint64 x = XChunk::descriptor(stage + kWeightBytes);
     uint32 words[2][kSteps][4];
 #pragma unroll
@@ -177,6 +229,7 @@ class WeightOnlyMatmul {
         const int first_step = (group * kBatches + batch) * kSteps;
         auto& own = words[(group * kBatches + batch) % 2];
         fragments.load(own, stage, first_step, floats_[group]);
+        if (first_step == 0) mbarrier_wait(ready(state.stage), state.parity);
         auto& sums = sums_[group % 2];
         warpgroup_fence_operand(sums);
         warpgroup_arrive();
@@ -238,6 +291,7 @@ class WeightOnlyMatmul {
   Out* out_;
   uint32 stages_;
   Pipeline pipeline_;
+  uint32 ready_;
   uint32 results_;
   int batch_, split_, first_tile_, tiles_;
   float factors_[kGroups][2];
@@ -247,12 +301,13 @@ class WeightOnlyMatmul {
 };
 
 template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
-          int kGroup, bool kZeros, int kCtas>
-__global__ void __launch_bounds__(weight_only_threads(config), kCtas)
+          int kGroup, bool kZeros, int kPermuters, int kCtas>
+__global__ void __launch_bounds__(weight_only_threads(config, kPermuters), kCtas)
     weight_only_matmul(const __grid_constant__ TensorMap weights,
                        const __grid_constant__ TensorMap x, const Scale* scales, const Zero* zeros,
                        Out* out, const __grid_constant__ WeightOnlyShape shape) {
-  WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros>(shape, scales, zeros, out)
+  WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros, kPermuters>(shape, scales,
+                                                                                   zeros, out)
       .run(weights, x);
 }
 

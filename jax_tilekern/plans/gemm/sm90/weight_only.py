@@ -31,7 +31,7 @@ _CHUNK = 64  # elements of a row of x in a chunk
 _TOKENS = (8, 16, 32, 64)
 _ITEM_BYTES = 2
 _MAX_STAGES = 12
-_BARRIERS_BYTES = 2 * 8 * _MAX_STAGES
+_BARRIERS_BYTES = 3 * 8 * _MAX_STAGES
 # A part of k has so many k-tiles at least, so that its partial sums are few beside its operands.
 _SPLIT_K_TILES = 4
 _MOST_ELEMENTS = 2**31 - 1024  # sizes and coordinates are 32-bit integers
@@ -94,12 +94,13 @@ class WeightOnlyProduct:
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of a CTA's tile, and how many CTAs an SM is to hold."""
+    """Sizes of a CTA's tile, its warps that permute ``x``, and how many CTAs an SM is to hold."""
 
     tokens: int
     consumers: int
     cooperative: bool
     stages: int
+    permuters: int
     ctas: int
 
     @property
@@ -182,7 +183,7 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
         Launch(
             entry=compiled.entry(kernel.name),
             grid=(*tiles, problem.batch * splits),
-            block=(128 * tile.consumers + WARP, 1, 1),
+            block=(128 * tile.consumers + WARP * (1 + tile.permuters), 1, 1),
             parameters=(
                 *_maps(problem, tile),
                 Buffer(2),
@@ -220,10 +221,18 @@ def tile_of(problem: WeightOnlyProduct, gpu: Gpu) -> Tile:
     and conversions overlap. Of many rows, two consumers share the tile in shared memory.
     """
     # Scales and zero points of groups of 32 take registers, too.
-    possible = _TOKENS[:-1] if problem.zero_dtype and problem.group == _GROUPS[0] else _TOKENS
+    many_zeros = problem.zero_dtype is not None and problem.group == _GROUPS[0]
+    possible = _TOKENS[:-1] if many_zeros else _TOKENS
     tokens = next((x for x in possible if x >= problem.m), possible[-1])
-    few = tokens <= _TOKENS[1]
-    tile = Tile(tokens, consumers=2, cooperative=not few, stages=1, ctas=2 if few else 1)
+    few = tokens <= _TOKENS[0 if many_zeros else 1]
+    tile = Tile(
+        tokens,
+        consumers=2,
+        cooperative=not few,
+        stages=1,
+        permuters=1 if few else 2,
+        ctas=2 if few else 1,
+    )
     room = (gpu.shared_memory_bytes + RESERVED_SHARED_BYTES) // tile.ctas - RESERVED_SHARED_BYTES
     stages = (room - tile.result_bytes - _BARRIERS_BYTES) // _stage_bytes(problem, tile)
     return dataclasses.replace(tile, stages=min(stages, _MAX_STAGES))
@@ -264,7 +273,7 @@ def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Ker
     return Kernel(
         "gemm/sm90/weight_only_matmul.cuh",
         f"tilekern::weight_only_matmul<{types}, {problem.bits}, {config}, {group}, {zeros}, "
-        f"{tile.ctas}>",
+        f"{tile.permuters}, {tile.ctas}>",
     )
 
 
