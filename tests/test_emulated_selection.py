@@ -170,8 +170,38 @@ def test_long_rows(rng, dtype, columns):
     x = elements(rng, "bits", (1, columns), dtype)
     problem = SortedRows(1, columns, dtype, "descending", False, True)
     check_sort(problem, lambda: plan_sort_rows(problem, H100), x)
-    with policy("auto"):
-        assert "so XLA computes it" in plan_sort_rows(problem, known_gpu("H200")).reason
+
+
+@pytest.mark.parametrize("indices", [False, True])
+@pytest.mark.parametrize("dtype", [F64, F32, BF16, np.dtype(np.int8)], ids=str)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_long_rows_are_sorted_by_what_is_predicted_faster(rows, dtype, indices):
+    taken = set()
+    for columns in (16_385, 2**20, 2**24, 2**28):
+        problem = SortedRows(rows, columns, dtype, "ascending", not indices, indices)
+        with policy("auto"):
+            found = plan_sort_rows(problem, known_gpu("H200"))
+        ours, xla = found.predicted_us
+        assert isinstance(found, NoKernel) == (xla < ours)
+        taken |= {columns} - ({columns} if isinstance(found, NoKernel) else set())
+    # CUB's sort of a very long row of bytes moves as many.
+    assert 2**20 in taken
+    assert rows == 1 or {2**24, 2**28} <= taken
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 2**18), (1, 2**20), (1, 2**28), (64, 2**14)])
+@pytest.mark.parametrize(("count", "num_keys"), [(2, 1), (2, 2), (3, 1)])
+def test_several_arrays_are_sorted_by_what_is_predicted_faster(rows, columns, count, num_keys):
+    structs = [jax.ShapeDtypeStruct((rows, columns), F32)] * count
+    with policy("auto"), jtk.gpu_target("H200"):
+        found, *sorts = jtk.explain(lambda *x: jtk.sort_operands(x, num_keys=num_keys), *structs)
+    ours, xla = found.predicted_us
+    is_xlas = found.reason.startswith("XLA")
+    assert is_xlas == (xla < ours)
+    assert is_xlas or len(sorts) == num_keys
+    # CUB moves the payload of one long row with its key.
+    if (rows, columns) in ((1, 2**20), (1, 2**28)):
+        assert is_xlas == (columns == 2**28 and count == 2 and num_keys == 1)
 
 
 @pytest.mark.parametrize("dtype", ORDERED, ids=str)

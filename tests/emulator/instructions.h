@@ -598,6 +598,8 @@ struct Ptx {
       const bool is_one = OP(1) & OP(2);
       const uint32_t ones = __ballot_sync(~0u, is_one);
       OP(0) = is_one ? ones : ~ones;
+    } else if constexpr (has("lop3.b32 %0, %1, %2, %3, 0x80;")) {
+      OP(0) = OP(1) & OP(2) & OP(3);
     } else if constexpr (has("shf.r.wrap")) {
       OP(0) = static_cast<uint32_t>((uint64_t{OP(2)} << 32 | OP(1)) >> (OP(3) & 31));
     } else if constexpr (has("tf32.f32")) {

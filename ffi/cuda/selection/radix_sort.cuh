@@ -19,8 +19,8 @@ namespace tilekern {
 inline constexpr int kCountThreads = 512;
 // Elements that a thread loads at once.
 inline constexpr int kCountItems = 8;
-// Lanes add to copies of a count that are in adjacent banks, so at most four lanes add to one.
-inline constexpr uint32 kCountCopies = 8;
+// Lanes add to copies of a count that are in adjacent banks, so at most two lanes add to one.
+inline constexpr uint32 kCountCopies = 16;
 
 // Run-time choices; `RadixSort` in `plans/selection/radix_sort.py` packs the fields of both structs
 // in the same order.
@@ -89,35 +89,6 @@ __global__ void __launch_bounds__(kCountThreads)
   }
 }
 
-// The lanes of a warp whose values have the same bit as this lane's. The compiler computes the bit
-// twice, as a predicate and as a number, where it has __ballot_sync().
-inline uint32 lanes_alike_in(uint32 value, uint32 bit) {
-  uint32 lanes;
-  asm volatile(
-      "{\n"
-      "  .reg .pred is_one;\n"
-      "  .reg .b32 masked;\n"
-      "  and.b32 masked, %1, %2;\n"
-      "  setp.ne.u32 is_one, masked, 0;\n"
-      "  vote.sync.ballot.b32 %0, is_one, 0xffffffff;\n"
-      "  @!is_one not.b32 %0, %0;\n"
-      "}"
-      : "=r"(lanes)
-      : "r"(value), "r"(bit));
-  return lanes;
-}
-
-// The lanes that have the same value of kBits bits.
-template <int kBits>
-inline uint32 lanes_alike(uint32 value) {
-  uint32 alike = ~0u;
-#pragma unroll
-  for (int bit = 0; bit < kBits; ++bit) {
-    alike &= lanes_alike_in(value, 1u << bit);
-  }
-  return alike;
-}
-
 // What a tile publishes of a value of a digit: nothing yet, which is 0; how many elements of the
 // tile have it, plus 1; or where the tiles up to this one end in the order of the row, with a mark.
 inline constexpr uint32 kIsEnd = 1u << 31;
@@ -150,13 +121,14 @@ inline uint32 end_of_tiles_before(const uint32* slot, uint32 tiles) {
   }
 }
 
-// Threads of an SM that sort tiles, beside which there are 80 registers for each.
-inline constexpr int kTileThreads = 768;
+// Threads of an SM that sort tiles, by their registers: 64 of each, and 80 with long elements.
+template <typename T>
+inline constexpr int kTileThreads = sizeof(T) == 8 ? 768 : 1024;
 
 // A CTA sorts a tile of a row by one digit. The first pass reads `x`; the last one writes the
 // results, which are `keys`, with kValues, and `indices`. `slots` are slots[row][tile][value].
 template <typename T, int kThreads, int kItems, bool kValues, bool kIndices>
-__global__ void __launch_bounds__(kThreads, kTileThreads / kThreads)
+__global__ void __launch_bounds__(kThreads, kTileThreads<T> / kThreads)
     sort_by_digit(const T* x, T* keys, T* other_keys, int32* indices, int32* other_indices,
                   uint32* ticket_counter, const OrderedBits<T>* differing, const uint32* counts,
                   uint32* slots, const __grid_constant__ DigitPassShape shape) {
@@ -207,16 +179,18 @@ __global__ void __launch_bounds__(kThreads, kTileThreads / kThreads)
   // The column of the first one in the operand, and the distance to that of the next one.
   const int64 column = shape.reads_backwards ? int64{last} - own_first : own_first;
   const int step = shape.reads_backwards ? -32 : 32;
+  // What is beyond the row is the last of its value in the tile, and is not counted.
+  constexpr Bits kBeyond = kAllBits<T>;
   Bits own[kItems];
   if (is_first) {
     const T* from = x + start + column;
 #pragma unroll
     for (uint32 i = 0; i < kItems; ++i, from += step)
-      own[i] = i < own_count ? sortable_bits(*from) : 0;
+      own[i] = i < own_count ? sortable_bits(*from) : kBeyond;
   } else {
     const Word* const from = reinterpret_cast<const Word*>(from_keys) + own_first;
 #pragma unroll
-    for (uint32 i = 0; i < kItems; ++i) own[i] = i < own_count ? from[32 * i] : 0;
+    for (uint32 i = 0; i < kItems; ++i) own[i] = i < own_count ? from[32 * i] : kBeyond;
   }
   const auto value_of = [&](Bits bits) {
     return static_cast<uint32>(sort_key<T>(bits) >> shape.digit * kSortDigitBits) % kSortDigits;
@@ -225,16 +199,15 @@ __global__ void __launch_bounds__(kThreads, kTileThreads / kThreads)
   uint32 ranks[kItems];
 #pragma unroll
   for (uint32 i = 0; i < kItems; ++i) {
-    const bool is_inside = i < own_count;
     const uint32 value = value_of(own[i]);
-    const uint32 alike = lanes_alike<kSortDigitBits>(value) & __ballot_sync(~0u, is_inside);
+    const uint32 alike = lanes_alike(value);
     const uint32 before = __popc(alike & ((1u << lane) - 1));
     const uint32 known = own_places[value];
     ranks[i] = value << 16 | (known + before);
     // The address of the count is computed again later, so no register holds it until then.
     asm volatile("" : "+r"(ranks[i]));
     __syncwarp();
-    if (is_inside && before == 0) own_places[value] = known + __popc(alike);
+    if (before == 0) own_places[value] = known + __popc(alike);
     __syncwarp();
   }
   __syncthreads();
@@ -243,10 +216,12 @@ __global__ void __launch_bounds__(kThreads, kTileThreads / kThreads)
   const bool has_value = thread < kSortDigits;
   uint32* const slot =
       slots + (static_cast<int64>(row) * shape.tiles + tile) * kSortDigits + thread;
+  const uint32 length = min_of(shape.columns - begin, kTile);
   uint32 count = 0;
   if (has_value) {
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) count += places[warp][thread];
+    if (thread == value_of(kBeyond)) count -= kTile - length;
     if (tile > 0) publish(slot, count + 1);
   }
   const uint32 place = sum_before<kThreads>(count, sums);
@@ -295,7 +270,6 @@ __global__ void __launch_bounds__(kThreads, kTileThreads / kThreads)
 
   T* const to_keys = (to_results ? keys : other_keys) + start;
   int32* const to_indices = (to_results ? indices : other_indices) + start;
-  const uint32 length = min_of(shape.columns - begin, kTile);
 #pragma unroll 4
   for (uint32 at = thread; at < length; at += kThreads) {
     const Bits bits = tile_keys[at];

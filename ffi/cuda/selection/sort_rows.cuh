@@ -22,12 +22,40 @@ struct SortRowsShape {
 inline constexpr int kSortDigitBits = 8;
 inline constexpr uint32 kSortDigits = 1u << kSortDigitBits;
 
-// A warp has for each digit the lanes whose elements have it, and how many elements before had it;
-// later, where the next one goes.
-struct alignas(8) DigitPlace {
+// The lanes of a warp whose values have the same bit as this lane's. The compiler computes the bit
+// twice, as a predicate and as a number, where it has __ballot_sync().
+inline uint32 lanes_alike_in(uint32 value, uint32 bit) {
   uint32 lanes;
-  uint32 count;
-};
+  asm volatile(
+      "{\n"
+      "  .reg .pred is_one;\n"
+      "  .reg .b32 masked;\n"
+      "  and.b32 masked, %1, %2;\n"
+      "  setp.ne.u32 is_one, masked, 0;\n"
+      "  vote.sync.ballot.b32 %0, is_one, 0xffffffff;\n"
+      "  @!is_one not.b32 %0, %0;\n"
+      "}"
+      : "=r"(lanes)
+      : "r"(value), "r"(bit));
+  return lanes;
+}
+
+// One instruction, which the compiler does not find behind those of lanes_alike_in().
+inline uint32 and_of(uint32 x, uint32 y, uint32 z) {
+  uint32 result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x80;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+  return result;
+}
+
+// The lanes that have the same value of 8 bits.
+inline uint32 lanes_alike(uint32 value) {
+  uint32 of_bits[8];
+#pragma unroll
+  for (int bit = 0; bit < 8; ++bit) of_bits[bit] = lanes_alike_in(value, 1u << bit);
+  const uint32 low = and_of(of_bits[0], of_bits[1], of_bits[2]);
+  const uint32 middle = and_of(of_bits[3], of_bits[4], of_bits[5]);
+  return and_of(low, middle, of_bits[6] & of_bits[7]);
+}
 
 // Whether one of the CTA's elements has a bit that another one lacks, for each bit.
 template <int kItems, typename Bits, class Key>
@@ -60,7 +88,8 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kWarps = kThreads / 32;
   constexpr uint32 kTile = kThreads * kItems;
   static_assert(kTile <= 1 << 16);
-  DigitPlace* const places = reinterpret_cast<DigitPlace*>(shared_memory);
+  // For each warp and digit how many elements before had it; later, where the next one goes.
+  uint32* const places = reinterpret_cast<uint32*>(shared_memory);
   Word* const words = reinterpret_cast<Word*>(places + kWarps * kSortDigits);
   uint16* const columns = reinterpret_cast<uint16*>(words + kTile);
   const uint32 thread = threadIdx.x, lane = thread % 32;
@@ -80,23 +109,23 @@ __global__ void __launch_bounds__(kThreads)
   }
   const Bits differing =
       differing_bits(own, sortable_bits(x[start]), [](Bits bits) { return sort_key<T>(bits); });
-  DigitPlace* const own_places = places + thread / 32 * kSortDigits;
+  uint32* const own_places = places + thread / 32 * kSortDigits;
   for (int shift = 0; shift < 8 * static_cast<int>(sizeof(T)); shift += kSortDigitBits) {
     if ((differing >> shift) % kSortDigits == 0) continue;
-    for (uint32 digit = lane; digit < kSortDigits; digit += 32) own_places[digit] = {0, 0};
+    for (uint32 digit = lane; digit < kSortDigits; digit += 32) own_places[digit] = 0;
     __syncwarp();
     // The digit, and how many elements of the warp before have it.
     uint32 ranks[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const auto digit = static_cast<uint32>(sort_key<T>(own[i]) >> shift) % kSortDigits;
-      atomicOr(&own_places[digit].lanes, 1u << lane);
+      const uint32 alike = lanes_alike(digit), known = own_places[digit];
+      const uint32 before = __popc(alike & ((1u << lane) - 1));
+      ranks[i] = digit << 16 | (known + before);
+      // The address of the count is computed again later, so no register holds it until then.
+      asm volatile("" : "+r"(ranks[i]));
       __syncwarp();
-      const DigitPlace found = own_places[digit];
-      const uint32 before = __popc(found.lanes & ((1u << lane) - 1));
-      ranks[i] = digit << 16 | (found.count + before);
-      __syncwarp();
-      if (before == 0) own_places[digit] = {0, found.count + __popc(found.lanes)};
+      if (before == 0) own_places[digit] = known + __popc(alike);
       __syncwarp();
     }
     __syncthreads();
@@ -106,13 +135,13 @@ __global__ void __launch_bounds__(kThreads)
     uint32 sum = 0;
     for (uint32 digit = first; digit < end; ++digit) {
 #pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) sum += places[warp * kSortDigits + digit].count;
+      for (int warp = 0; warp < kWarps; ++warp) sum += places[warp * kSortDigits + digit];
     }
     uint32 place = sum_before<kThreads>(sum);
     for (uint32 digit = first; digit < end; ++digit) {
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) {
-        uint32& count = places[warp * kSortDigits + digit].count;
+        uint32& count = places[warp * kSortDigits + digit];
         const uint32 own_count = count;
         count = place;
         place += own_count;
@@ -121,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const uint32 to = own_places[ranks[i] >> 16].count + (ranks[i] & 0xffff);
+      const uint32 to = own_places[ranks[i] >> 16] + (ranks[i] & 0xffff);
       words[to] = static_cast<Word>(own[i]);
       if constexpr (kIndices) columns[to] = static_cast<uint16>(own_columns[i]);
     }

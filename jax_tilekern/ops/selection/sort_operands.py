@@ -22,8 +22,11 @@ from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.selection.rows import columns_of, rule_of_rows
 from jax_tilekern.ops.selection.sort import sorted_rows
 from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.launch import NOT_PREDICTED
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.selection.sort_rows import plan_sort_rows
+from jax_tilekern.plans.selection.sorted_operands import SortedOperands
 from jax_tilekern.plans.selection.sorted_rows import SortedRows
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -191,22 +194,31 @@ def _cuda(
     keys, payloads = operands[:num_keys], operands[num_keys:]
     shape = keys[0].aval.shape
     counts = tuple(compat.counted_dimension(x.value) == dimension for x in payloads)
-    # Times are recorded of sorts and argsorts of rows.
-    has_times = num_keys == 1 and all(counts) and dimension == len(shape) - 1
-    if not has_times and current_policy() != "kernels":
-        return Fallback(
-            "no times of sorts of several arrays, or of columns, are recorded, so XLA computes it "
-            '(jax_tilekern.policy("kernels") takes an argsort for each key, and gathers)'
-        )
     rows, columns = math.prod(shape) // shape[dimension], shape[dimension]
+    sorts = []
     for i, (key, aval) in enumerate(keys):
         results = {"values": i == 0, "indices": len(operands) > 1}
         problem = SortedRows(rows, columns, np.dtype(aval.dtype), "ascending", **results)
         found = planned_kernel((key,), plan_sort_rows, problem)
-        if isinstance(found, Fallback):
+        # Where XLA is as fast in a sort by one key, kernels may be faster than its sort by several.
+        if isinstance(found, Fallback) and (num_keys == 1 or found.predicted_us == NOT_PREDICTED):
             return found
+        sorts.append(found.predicted_us)
     way = functools.partial(_by_argsorts, dimension=dimension, num_keys=num_keys, counts=counts)
-    return Rewrite("a sort of rows for each key", way)
+    times = NOT_PREDICTED
+    if current_policy() != "kernels":
+        sizes = [np.dtype(x.aval.dtype).itemsize for x in operands]
+        gathered = [
+            size for size, is_position in zip(sizes[num_keys:], counts, strict=True)
+            if not is_position
+        ]  # fmt: skip
+        problem_of_all = SortedOperands(
+            rows, columns, tuple(sizes[:num_keys]), tuple(sizes[num_keys:]), tuple(gathered)
+        )
+        times = problem_of_all.predicted(sorts, current_gpu())
+        if times.ours is None or times.xla is None or times.xla < times.ours:
+            return Fallback("XLA is predicted as fast as a sort for each key, and gathers", times)
+    return Rewrite("a sort of rows for each key", way, times)
 
 
 def _by_argsorts(

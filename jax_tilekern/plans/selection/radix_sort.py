@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -12,14 +11,11 @@ from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import WARP, Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars, overlapping
 from jax_tilekern.plans.policy import plan_choice
-from jax_tilekern.plans.policy.workload import sort_workload
 from jax_tilekern.plans.scans.look_back import CLEAR, clear_launch
 from jax_tilekern.plans.selection.sorted_rows import (
     COLUMN_BYTES,
     DIGIT_BITS,
-    ITEM_CYCLES,
     ITEM_LATENCY,
-    PASS_CYCLES,
     PASS_LATENCY,
     SortedRows,
 )
@@ -27,19 +23,27 @@ from jax_tilekern.plans.selection.tile import Tile
 
 _FILE = "selection/radix_sort.cuh"
 _MAX_SIZE = 2**31 - 1
-_TILES = Tile(256, 4), Tile(256, 8), Tile(256, 12), Tile(256, 16), Tile(384, 12), Tile(384, 16)
+_TILES = (
+    Tile(256, 4), Tile(256, 8), Tile(256, 12), Tile(384, 12), Tile(256, 16), Tile(512, 16),
+    Tile(512, 20),
+)  # fmt: skip
 # Bytes of a thread's elements, beside which registers hold their indices and ranks.
 _MAX_THREAD_BYTES = 96
+# The most elements of a thread, by their bytes, where stores of short ones take further registers.
+_MOST_ITEMS = {1: 16}
 _WORD_BYTES, _SECTOR_BYTES = 4, 32
 _VALUES = 1 << DIGIT_BITS  # of a digit
 # `count_row_digits`: threads, elements that a thread loads at once, copies of a count, and CTAs of
 # an SM.
-_COUNT_THREADS, _COUNT_ITEMS, _COUNT_COPIES, _COUNT_CTAS = 512, 8, 8, 2
-# Cycles of an SM to count a digit of an element of each lane, where four lanes share a bank, and of
-# a step of the look-back, which is a read of some tiles from L2. Cycles are estimates.
-_COUNT_CYCLES, _STEP_LATENCY, _STEP_TILES = 4, 700, 4
+_COUNT_THREADS, _COUNT_ITEMS, _COUNT_COPIES, _COUNT_CTAS = 512, 8, 16, 2
+# Cycles of an SM to count a digit of an element of each lane, and of a step of the look-back, which
+# is a read of some tiles from L2. These and those below are fitted to times on an H200.
+_COUNT_CYCLES, _STEP_LATENCY, _STEP_TILES = 12, 470, 4
 # CTAs of an SM that sort tiles.
 _TILE_CTAS = 3
+# Cycles of an SM for an element of each lane of a warp, for each word of 32 bits that moves beside
+# the first one, and for the counts of a tile.
+_ITEM_CYCLES, _WORD_CYCLES, _TILE_CYCLES = 24, 21, 900
 
 
 @dataclass(frozen=True)
@@ -176,14 +180,14 @@ def plan_radix_sort(problem: SortedRows, gpu: Gpu) -> LaunchPlan | NoKernel:
     found = radix_sort_candidate(problem, gpu)
     if isinstance(found, NoKernel):
         return found
-    # No times of XLA's sort of such rows are recorded.
-    workload = sort_workload(problem.rows, problem.columns, problem.dtype)
-    return plan_choice(dataclasses.replace(workload, estimate=None), [found], gpu)
+    return plan_choice(problem.workload, [found], gpu)
 
 
 def radix_sort_candidate(problem: SortedRows, gpu: Gpu) -> RadixSort | NoKernel:
     """Return the tiles that are fastest by the estimate, or why there are none."""
-    tiles = [x for x in _TILES if x.items * problem.dtype.itemsize <= _MAX_THREAD_BYTES]
+    size = problem.dtype.itemsize
+    most = min(_MAX_THREAD_BYTES // size, _MOST_ITEMS.get(size, _MAX_THREAD_BYTES))
+    tiles = [x for x in _TILES if x.items <= most]
     candidates = [RadixSort(problem, tile, _cycles(problem, tile, gpu)) for tile in tiles]
     found = min(candidates, key=lambda candidate: candidate.cycles)
     if problem.columns > _MAX_SIZE or problem.rows * found.tiles > _MAX_SIZE:
@@ -214,7 +218,9 @@ def _cycles(problem: SortedRows, tile: Tile, gpu: Gpu) -> float:
     memory = moved / digits / rates.memory_bandwidth
     ctas = problem.rows * tiles
     tiles_of_sm = math.ceil(ctas / gpu.sm_count)
-    busy = tiles_of_sm * (tile.threads // WARP * tile.items * ITEM_CYCLES + PASS_CYCLES)
+    words = math.ceil(size / _WORD_BYTES) + problem.indices
+    of_item = _ITEM_CYCLES + (words - 1) * _WORD_CYCLES
+    busy = tiles_of_sm * (tile.threads // WARP * tile.items * of_item + _TILE_CYCLES)
     alone = tile.items * ITEM_LATENCY + PASS_LATENCY
     # Tiles of a row that begin together look back over others that begin with them. With each step
     # of a tile, the tiles end whose look-back that many steps cover.

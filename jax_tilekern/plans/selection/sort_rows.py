@@ -11,13 +11,10 @@ from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy import plan_choice
-from jax_tilekern.plans.policy.workload import sort_workload
 from jax_tilekern.plans.selection.radix_sort import plan_radix_sort
 from jax_tilekern.plans.selection.sorted_rows import (
     DIGIT_BITS,
-    ITEM_CYCLES,
     ITEM_LATENCY,
-    PASS_CYCLES,
     PASS_LATENCY,
     SortedRows,
 )
@@ -31,8 +28,11 @@ _MAX_ROWS = 2**31 - 1
 # Bytes of a thread's elements, beside which registers hold their columns and ranks.
 _MAX_THREAD_BYTES = 128
 # Bytes of a warp's counts of a digit, and of a column in shared memory.
-_COUNT_BYTES, _SHARED_COLUMN_BYTES = 8, 2
+_COUNT_BYTES, _SHARED_COLUMN_BYTES = 4, 2
 _STATIC_SHARED_BYTES = 128
+# Fitted to times on an H200: cycles of an SM for an element of each lane of a warp in a pass, and
+# for the counts of a pass.
+_ITEM_CYCLES, _PASS_CYCLES = 16, 340
 # A warp to a row: instructions of a step of the sort for an element of each lane, with 32-bit
 # numbers, how many an SM issues in a cycle, and the cycles of each where a warp waits for itself.
 _WARP_THREADS, _WARP_ITEMS = 128, 8
@@ -126,7 +126,7 @@ def plan_sort_rows(problem: SortedRows, gpu: Gpu) -> LaunchPlan | NoKernel:
     found = sort_rows_candidate(problem, gpu)
     if found is None:
         return plan_radix_sort(problem, gpu)
-    return plan_choice(sort_workload(problem.rows, problem.columns, problem.dtype), [found], gpu)
+    return plan_choice(problem.workload, [found], gpu)
 
 
 def sort_rows_candidate(
@@ -159,7 +159,9 @@ def _cycles(problem: SortedRows, tile: Tile, gpu: Gpu) -> float:
     """Estimate the time of a sort."""
     passes = problem.passes
     warps = tile.threads // WARP
-    busy = math.ceil(problem.rows / gpu.sm_count) * (warps * tile.items * ITEM_CYCLES + PASS_CYCLES)
+    busy = math.ceil(problem.rows / gpu.sm_count) * (
+        warps * tile.items * _ITEM_CYCLES + _PASS_CYCLES
+    )
     alone = tile.items * ITEM_LATENCY + PASS_LATENCY
     busy = passes * max(alone, busy)
     return gpu.rates.launch_cycles + max(busy, problem.bytes / gpu.rates.memory_bandwidth)

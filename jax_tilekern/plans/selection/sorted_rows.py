@@ -7,14 +7,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jax_tilekern.plans.policy.workload import Workload, sort_workload
+
 # ``reversed`` is the reverse of ``ascending``; in both and in ``descending`` the order is stable
 # before it is reversed, and in ``descending`` after.
 Order = Literal["ascending", "reversed", "descending"]
 COLUMN_BYTES = 4
 DIGIT_BITS = 8
-# Measured on an H200: cycles of an SM for an element of each lane of a warp in a pass, and for the
-# counts of a pass; and the cycles of both where a CTA waits for itself.
-ITEM_CYCLES, PASS_CYCLES = 31, 450
+# Measured on an H200, where a CTA waits for itself: cycles for an element of each lane of a warp in
+# a pass, and for the counts of a pass.
 ITEM_LATENCY, PASS_LATENCY = 190, 700
 
 
@@ -33,6 +34,10 @@ class SortedRows:
     def passes(self) -> int:
         """The most digits that elements differ in."""
         return self.dtype.itemsize * 8 // DIGIT_BITS
+
+    @property
+    def workload(self) -> Workload:
+        return sort_workload(self.rows, self.columns, self.dtype, self.indices)
 
     @property
     def bytes(self) -> int:
