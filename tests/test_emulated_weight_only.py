@@ -52,7 +52,13 @@ def drawn(rng, problem):
     rows = (problem.batch if problem.x_batched else 1, problem.m, problem.k)
     x = rng.standard_normal(rows).astype(problem.dtype)
     has_zeros = problem.zero_dtype is not None
-    operands = [as_bytes(weights), x, scales, *([zeros] if has_zeros else [])]
+    # Lane t of four has adjacent elements along k, and positions 2t and 2t + 1 of each 8.
+    own = 16 // problem.bits
+    k, i = np.divmod(np.arange(problem.k), 8 * own)
+    place = 8 * own * k + 8 * (i % own) + i // own
+    ordered = np.empty_like(x)
+    ordered[..., place] = x
+    operands = [as_bytes(weights), ordered, scales, *([zeros] if has_zeros else [])]
 
     def of_elements(groups):
         rows = np.repeat(np.float64(groups), problem.row_block, axis=1)[:, : problem.n]
@@ -60,17 +66,17 @@ def drawn(rng, problem):
 
     exact = np.float64(weights.astype(np.int32)) - has_zeros * of_elements(zeros)
     slopes = of_elements(scales)
-    return operands, exact * slopes, slopes
+    return operands, x, exact * slopes, slopes
 
 
 def check(rng, problem, gpu=H100, **how):
-    operands, weights, slopes = drawn(rng, problem)
+    operands, x, weights, slopes = drawn(rng, problem)
     with emulated_plans.record() as recorded:
         plan = plan_weight_only(problem, gpu)
     assert not isinstance(plan, NoKernel), plan
     results = [((problem.batch, problem.m, problem.n), problem.out_dtype)]
     (found,) = emulated_plans.run_plan(plan, recorded, operands, results, **how)
-    x = np.float64(operands[1].astype(np.float32))
+    x = np.float64(x.astype(np.float32))
     expected = np.einsum("bmk,bnk->bmn", x, weights)
     terms = np.einsum("bmk,bnk->bmn", np.abs(x), np.abs(weights))
     # Sums in float32, and the rounding of the result.
@@ -117,7 +123,7 @@ def test_asynchronous_copies_are_waited_for(rng, name, late):
     check(rng, CALLS[name], late=late)
 
 
-@pytest.mark.parametrize("m", [1, 16, 32, 64])
+@pytest.mark.parametrize("m", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("zeros", [None, F32])

@@ -1,4 +1,10 @@
 // Fragments of wgmma's lhs from integers of 4 or 8 bits, which are exact in 16-bit floats.
+//
+// An MMA step contracts 16 elements, of which lane t of a quad has those of positions 2t, 2t + 1,
+// 2t + 8 and 2t + 9. Which elements along k these are is free, if rhs has the same order. So lane t
+// takes word t of each 16 bytes of a row of weights. A pair of positions has the integers that lie
+// in the halves of the word, shifted by a multiple of kBits: their distance along k is 4 of 4 bits
+// and 2 of 8 bits. `in_order_of_fragments` of `plans/gemm/sm90/weight_only.py` orders rhs.
 #pragma once
 
 #include "convert.cuh"
@@ -62,27 +68,6 @@ struct WeightFloats {
   }
 };
 
-// The order of k in fragments and rows of x. A lane of a quad takes every fourth word of a row of
-// weights, and half words of each of its shifts have the two integers of a pair. So word w of a row
-// of x has elements whose distance along k is 4 (of 4 bits) or 2 (of 8 bits).
-template <int kBits>
-struct WeightOrder {
-  // Units of 16 bytes that are permuted together: one span of 4 bits, or two of 8 bits.
-  static constexpr int kUnits = 4;
-  static constexpr int kSpanWords = kBits == 4 ? 16 : 8;
-
-  static void permute(uint32 (&to)[kUnits][4], const uint32 (&from)[kUnits][4]) {
-#pragma unroll
-    for (int w = 0; w < 4 * kUnits; ++w) {
-      const int span = w / kSpanWords * kSpanWords, step = w % kSpanWords / 8, t = w % 4;
-      const int first = span + t * (kSpanWords / 4) + step;
-      const int second = first + kSpanWords / 8;
-      to[w / 4][t] = permute_bytes(from[first / 4][first % 4], from[second / 4][second % 4],
-                                   w / 4 % 2 == 0 ? 0x5410 : 0x7632);
-    }
-  }
-};
-
 // Loads fragments from a tile in rows of 128 bytes with TMA's 128-byte swizzle.
 template <typename T, int kBits, bool kZeros>
 class WeightFragments {
@@ -99,21 +84,31 @@ class WeightFragments {
         // Not a constant: ptxas would move it to a register before each use.
         mask_(rows < 0 ? 0 : Floats::kMask) {}
 
-  // Loads kSteps steps from step `first_step` on, in WeightOrder; rows row and 8 + row have their
-  // zero points.
+  // Loads the integers of kSteps steps from step `first_step` on, of rows row and 8 + row.
   template <int kSteps>
-  void load(uint32 (&words)[kSteps][4], uint32 tile, int first_step,
-            const Floats (&floats)[2]) const {
+  void load(uint32 (&integers)[kSteps / kUnitSteps][2], uint32 tile, int first_step) const {
 #pragma unroll
     for (int unit = 0; unit < kSteps / kUnitSteps; ++unit) {
       const uint32 at = (tile + offset_) ^ (first_step / kUnitSteps + unit) * kUnitBytes;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32 own = load_shared_as<uint32>(at + half * 8 * 128);
+        integers[unit][half] = load_shared_as<uint32>(at + half * 8 * 128);
+      }
+    }
+  }
+
+  // Converts them to fragments. Both rows have their zero points.
+  template <int kSteps>
+  void convert(uint32 (&words)[kSteps][4], const uint32 (&integers)[kSteps / kUnitSteps][2],
+               const Floats (&floats)[2]) const {
+#pragma unroll
+    for (int unit = 0; unit < kSteps / kUnitSteps; ++unit) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int i = 0; i < 2 * kUnitSteps; ++i) {
           words[unit * kUnitSteps + i / 2][2 * (i % 2) + half] =
-              floats[half](own >> kBits * i, mask_);
+              floats[half](integers[unit][half] >> kBits * i, mask_);
         }
       }
     }

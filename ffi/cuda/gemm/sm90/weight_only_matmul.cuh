@@ -10,8 +10,8 @@
 // integers in 16-bit floats, and rows of x are columns. Scales multiply the sums of a group in
 // float32. A CTA has one tile; one thread of a warp of its own loads k-tiles by TMA. A k-tile has
 // 128 bytes of each row of weights. Cooperative consumers have 64 rows of weights each, and others
-// alternate k-tiles of the same rows. Meanwhile, other warps permute the rows of x of a k-tile to
-// the order of k that fragments of weights have.
+// alternate k-tiles of the same rows. Rows of x have the order along k that
+// fragments of weights have.
 #pragma once
 
 #include "gemm/sm90/config.cuh"
@@ -43,14 +43,19 @@ struct WeightOnlyShape {
 
 extern __shared__ __align__(1024) unsigned char weight_only_shared[];
 
-inline constexpr int weight_only_threads(const WgmmaConfig& config, int permuters) {
-  return 128 * config.consumers + 32 * (1 + permuters);
+// Whether consumers take registers of the producer's warpgroup, of which one warp is enough
+// otherwise.
+inline constexpr bool weight_only_takes_registers(const WgmmaConfig& config) {
+  return config.block_n > 32;
 }
 
-// kGroup is the number of elements of a k-tile that have the same scale, and kPermuters is the
-// number of warps that permute x.
+inline constexpr int weight_only_threads(const WgmmaConfig& config) {
+  return 128 * config.consumers + (weight_only_takes_registers(config) ? 128 : 32);
+}
+
+// kGroup is the number of elements of a k-tile that have the same scale.
 template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
-          int kGroup, bool kZeros, int kPermuters>
+          int kGroup, bool kZeros>
 class WeightOnlyMatmul {
   static constexpr int kChunk = 64;
   static constexpr int kChunks = config.block_k / kChunk;
@@ -59,8 +64,6 @@ class WeightOnlyMatmul {
   static constexpr int kWeightBytes = config.block_m * kTileRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kChunks * XChunk::kBytes;
   using Pipeline = MainloopPipeline<config, kStageBytes, 0>;
-  using Order = WeightOrder<kBits>;
-  static constexpr int kReadyBytes = config.stages * kBarrierBytes;
   using Fragments = WeightFragments<T, kBits, kZeros>;
   using Floats = typename Fragments::Floats;
   using Types = WgmmaTypes<T, T>;
@@ -70,6 +73,11 @@ class WeightOnlyMatmul {
   static constexpr int kSteps = min_of(kChunk, kGroup) / kStep;
   static constexpr int kBatches = kGroup / (kSteps * kStep);
   static constexpr int kCount = config.block_n / 2;
+  // Groups whose sums have registers beside the result.
+  static constexpr int kSums = kCount > 32 ? 1 : 2;
+  // Scales of few groups are loaded a k-tile ahead.
+  static constexpr bool kAhead = kGroups <= 2 && !kZeros;
+  static constexpr bool kTakesRegisters = weight_only_takes_registers(config);
   static_assert(config.block_k * kBits == 8 * kTileRowBytes && config.block_k % kGroup == 0);
   static constexpr int kKConsumers = config.consumers / config.tile_consumers();
   static_assert(config.consumer_m() == 64);
@@ -82,8 +90,7 @@ class WeightOnlyMatmul {
         out_(out),
         stages_(shared_address(weight_only_shared)),
         pipeline_(stages_, stages_, stages_ + Pipeline::kStagesBytes),
-        ready_(stages_ + Pipeline::kStagesBytes + Pipeline::kBarriersBytes),
-        results_(ready_ + kReadyBytes),
+        results_(stages_ + Pipeline::kStagesBytes + Pipeline::kBarriersBytes),
         batch_(blockIdx.z % shape.batches),
         split_(blockIdx.z / shape.batches),
         first_tile_(split_ * shape.split_k_tiles),
@@ -94,24 +101,19 @@ class WeightOnlyMatmul {
       prefetch_tensor_map(weights);
       prefetch_tensor_map(x);
       pipeline_.init();
-#pragma unroll
-      for (int stage = 0; stage < config.stages; ++stage) mbarrier_init(ready(stage), kPermuters);
       fence_barrier_init();
     }
     __syncthreads();
     if (threadIdx.x / 128 < config.consumers) {
+      if constexpr (kTakesRegisters) warpgroup_reg_alloc<232>();
       consume();
-    } else if (threadIdx.x / 32 > 4 * config.consumers) {
-      permute(threadIdx.x / 32 - 4 * config.consumers - 1);
-    } else if (threadIdx.x % 32 == 0) {
-      produce(weights, x);
+    } else {
+      if constexpr (kTakesRegisters) warpgroup_reg_dealloc<40>();
+      if (threadIdx.x % 128 == 0) produce(weights, x);
     }
   }
 
  private:
-  // The barrier that completes when the rows of x of a stage are in the order of fragments.
-  uint32 ready(int stage) const { return ready_ + stage * kBarrierBytes; }
-
   void produce(const TensorMap& weights, const TensorMap& x) const {
     const int row = blockIdx.x * config.block_m, token = blockIdx.y * config.block_n;
     typename Pipeline::State state;
@@ -128,45 +130,6 @@ class WeightOnlyMatmul {
                  {{k_tile * config.block_k + chunk * kChunk, token, batch_ * shape_.x_step, 0, 0}},
                  full);
       }
-    }
-  }
-
-  // Permutes the rows of x of each stage in place, but for those behind the last one, which are
-  // zeros. A thread has four units of 16 bytes at a time, and eight adjacent threads have those of
-  // eight rows, which are in different banks.
-  void permute(int permuter) const {
-    constexpr int kUnits = Order::kUnits, kUnitBytes = 16;
-    constexpr int kSpans = config.block_k * sizeof(T) / (kUnits * kUnitBytes);
-    const int lane = threadIdx.x % 32;
-    const int rows =
-        min_of(config.block_n, shape_.m - static_cast<int>(blockIdx.y) * config.block_n);
-    typename Pipeline::State state;
-    for (int tile = 0; tile < tiles_; ++tile, state.advance()) {
-      const uint32 x = pipeline_.stage(state.stage) + kWeightBytes;
-      pipeline_.wait_full(state);
-#pragma unroll 2
-      for (int item = permuter * 32 + lane; item < (rows + 7) / 8 * 8 * kSpans;
-           item += kPermuters * 32) {
-        const int row = item / (8 * kSpans) * 8 + item % 8, span = item / 8 % kSpans;
-        if (row >= rows) continue;
-        const uint32 first = x + span / 2 * XChunk::kBytes + row * kTileRowBytes;
-        uint32 from[kUnits][4], to[kUnits][4];
-        const auto address = [&](int unit) {
-          return first + ((span % 2 * kUnits + unit) ^ row % 8) * kUnitBytes;
-        };
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-          load_shared(from[unit], address(unit));
-        }
-        Order::permute(to, from);
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-          store_shared(address(unit), to[unit]);
-        }
-      }
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(ready(state.stage));
     }
   }
 
@@ -187,10 +150,13 @@ class WeightOnlyMatmul {
     for (int i = 0; i < kCount; ++i) result_[i] = 0;
     typename Pipeline::State state;
     state.skip(first);
+    if (kAhead) load_scales(first_group, first_tile_ + first);
     for (int tile = first; tile < tiles_; tile += kKConsumers, state.skip(kKConsumers)) {
-      load_scales(first_group, first_tile_ + tile);
+      if (!kAhead) load_scales(first_group, first_tile_ + tile);
+      take_scales();
+      if (kAhead) load_scales(first_group, first_tile_ + tile + kKConsumers);
       pipeline_.wait_full(state);
-      multiply_tile(fragments, state);
+      multiply_tile(fragments, pipeline_.stage(state.stage));
       pipeline_.release(state.stage);
     }
     if constexpr (kKConsumers > 1) {
@@ -208,29 +174,45 @@ class WeightOnlyMatmul {
       const int at = min_of(own, shape_.groups - 1);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        factors_[group][half] = to_float(scales_[first_group[half] + at]);
-        if constexpr (kZeros) {
-          floats_[group][half] = Floats(to_float(zeros_[first_group[half] + at]));
-        }
+        loaded_scales_[group][half] = scales_[first_group[half] + at];
+        if constexpr (kZeros) loaded_zeros_[group][half] = zeros_[first_group[half] + at];
       }
     }
   }
 
-  // While the MMAs of a batch run, the fragments of the next one are converted. The sums of a group
-  // are added to the result when the first MMAs of the next group run.
-  void multiply_tile(const Fragments& fragments, const typename Pipeline::State& state) {
-    const uint32 stage = pipeline_.stage(state.stage);
+  void take_scales() {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        factors_[group][half] = to_float(loaded_scales_[group][half]);
+        if constexpr (kZeros) floats_[group][half] = Floats(to_float(loaded_zeros_[group][half]));
+      }
+    }
+  }
+
+  // While the MMAs of a batch run, the fragments of the next one are converted, from integers that
+  // are loaded before. The sums of a group are added to the result when the first MMAs of the next
+  // group run, or before them if there is one set of sums.
+  void multiply_tile(const Fragments& fragments, uint32 stage) {
     const uint64 x = XChunk::descriptor(stage + kWeightBytes);
-    uint32 words[2][kSteps][4];
+    uint32 words[2][kSteps][4], integers[kSteps / Fragments::kUnitSteps][2];
+    fragments.template load<kSteps>(integers, stage, 0);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
       for (int batch = 0; batch < kBatches; ++batch) {
         const int first_step = (group * kBatches + batch) * kSteps;
         auto& own = words[(group * kBatches + batch) % 2];
-        fragments.load(own, stage, first_step, floats_[group]);
-        if (first_step == 0) mbarrier_wait(ready(state.stage), state.parity);
-        auto& sums = sums_[group % 2];
+        fragments.template convert<kSteps>(own, integers, floats_[group]);
+        if (first_step + kSteps < config.block_k / kStep) {
+          fragments.template load<kSteps>(integers, stage, first_step + kSteps);
+        }
+        auto& sums = sums_[group % kSums];
+        if (kSums == 1 && group > 0 && batch == 0) {
+          warpgroup_wait<0>();
+          promote(group - 1);
+        }
         warpgroup_fence_operand(sums);
         warpgroup_arrive();
 #pragma unroll
@@ -242,7 +224,7 @@ class WeightOnlyMatmul {
         }
         warpgroup_commit_batch();
         warpgroup_wait<1>();
-        if (group > 0 && batch == 0) promote(group - 1);
+        if (kSums > 1 && group > 0 && batch == 0) promote(group - 1);
       }
     }
     warpgroup_wait<0>();
@@ -250,7 +232,7 @@ class WeightOnlyMatmul {
   }
 
   void promote(int group) {
-    auto& sums = sums_[group % 2];
+    auto& sums = sums_[group % kSums];
     warpgroup_fence_operand(sums);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) result_[i] += sums[i] * factors_[group][i >> 1 & 1];
@@ -291,23 +273,23 @@ class WeightOnlyMatmul {
   Out* out_;
   uint32 stages_;
   Pipeline pipeline_;
-  uint32 ready_;
   uint32 results_;
   int batch_, split_, first_tile_, tiles_;
+  Scale loaded_scales_[kGroups][2];
+  Zero loaded_zeros_[kGroups][2];
   float factors_[kGroups][2];
   Floats floats_[kGroups][2];
-  float sums_[2][kCount];
+  float sums_[kSums][kCount];
   float result_[kCount];
 };
 
 template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
-          int kGroup, bool kZeros, int kPermuters, int kCtas>
-__global__ void __launch_bounds__(weight_only_threads(config, kPermuters), kCtas)
+          int kGroup, bool kZeros, int kCtas>
+__global__ void __launch_bounds__(weight_only_threads(config), kCtas)
     weight_only_matmul(const __grid_constant__ TensorMap weights,
                        const __grid_constant__ TensorMap x, const Scale* scales, const Zero* zeros,
                        Out* out, const __grid_constant__ WeightOnlyShape shape) {
-  WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros, kPermuters>(shape, scales,
-                                                                                   zeros, out)
+  WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros>(shape, scales, zeros, out)
       .run(weights, x);
 }
 

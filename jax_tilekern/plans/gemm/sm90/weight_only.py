@@ -28,10 +28,10 @@ from jax_tilekern.plans.launch import (
 _ROW_BYTES = 128  # of weights in a k-tile, and of x in a chunk
 _CONSUMER_ROWS = 64
 _CHUNK = 64  # elements of a row of x in a chunk
-_TOKENS = (8, 16, 32, 64)
+_TOKENS = (8, 16, 32, 64, 128)
 _ITEM_BYTES = 2
 _MAX_STAGES = 12
-_BARRIERS_BYTES = 3 * 8 * _MAX_STAGES
+_BARRIERS_BYTES = 2 * 8 * _MAX_STAGES
 # A part of k has so many k-tiles at least, so that its partial sums are few beside its operands.
 _SPLIT_K_TILES = 4
 _MOST_ELEMENTS = 2**31 - 1024  # sizes and coordinates are 32-bit integers
@@ -94,13 +94,12 @@ class WeightOnlyProduct:
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of a CTA's tile, its warps that permute ``x``, and how many CTAs an SM is to hold."""
+    """Sizes of a CTA's tile, and how many CTAs an SM is to hold."""
 
     tokens: int
     consumers: int
     cooperative: bool
     stages: int
-    permuters: int
     ctas: int
 
     @property
@@ -108,11 +107,26 @@ class Tile:
         return _CONSUMER_ROWS * (self.consumers if self.cooperative else 1)
 
     @property
+    def threads(self) -> int:
+        """Those of consumers, and of a warp or, for its registers, a warpgroup that loads."""
+        return 128 * self.consumers + (128 if self.tokens > 32 else WARP)
+
+    @property
     def result_bytes(self) -> int:
         """Results of consumers that the first one adds to its own."""
         if self.cooperative:
             return 0
         return 4 * _CONSUMER_ROWS * self.tokens * (self.consumers - 1)
+
+
+def in_order_of_fragments(x: Any, bits: int) -> Any:
+    """Return an array with elements along ``k`` in the order that fragments of weights have.
+
+    Lane ``t`` of four has adjacent elements, of which those of pair ``i`` come together: element
+    ``16 / bits * (2 * t + e) + i`` of a span comes to ``8 * i + 2 * t + e``.
+    """
+    spans = x.reshape(*x.shape[:-1], -1, 8, 16 // bits)
+    return spans.swapaxes(-1, -2).reshape(x.shape)
 
 
 def refusal(problem: WeightOnlyProduct, gpu: Gpu) -> str:
@@ -140,7 +154,8 @@ def refusal(problem: WeightOnlyProduct, gpu: Gpu) -> str:
 def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan ``out`` of ``weights``, ``x``, ``scales``, and ``zeros`` if there are any.
 
-    ``weights`` are bytes of shape ``(batch, n, k * bits / 8)``.
+    ``weights`` are bytes of shape ``(batch, n, k * bits / 8)``, and ``x`` is in the order of
+    fragments.
     """
     if why := refusal(problem, gpu):
         return NoKernel(why)
@@ -183,7 +198,7 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
         Launch(
             entry=compiled.entry(kernel.name),
             grid=(*tiles, problem.batch * splits),
-            block=(128 * tile.consumers + WARP * (1 + tile.permuters), 1, 1),
+            block=(tile.threads, 1, 1),
             parameters=(
                 *_maps(problem, tile),
                 Buffer(2),
@@ -222,15 +237,15 @@ def tile_of(problem: WeightOnlyProduct, gpu: Gpu) -> Tile:
     """
     # Scales and zero points of groups of 32 take registers, too.
     many_zeros = problem.zero_dtype is not None and problem.group == _GROUPS[0]
-    possible = _TOKENS[:-1] if many_zeros else _TOKENS
+    possible = _TOKENS[:-2] if many_zeros else _TOKENS
     tokens = next((x for x in possible if x >= problem.m), possible[-1])
-    few = tokens <= _TOKENS[0 if many_zeros else 1]
+    # So do zero points beside another CTA of an SM.
+    few = tokens <= _TOKENS[1 if problem.zero_dtype is None else 0]
     tile = Tile(
         tokens,
         consumers=2,
         cooperative=not few,
         stages=1,
-        permuters=1 if few else 2,
         ctas=2 if few else 1,
     )
     room = (gpu.shared_memory_bytes + RESERVED_SHARED_BYTES) // tile.ctas - RESERVED_SHARED_BYTES
@@ -273,7 +288,7 @@ def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Ker
     return Kernel(
         "gemm/sm90/weight_only_matmul.cuh",
         f"tilekern::weight_only_matmul<{types}, {problem.bits}, {config}, {group}, {zeros}, "
-        f"{tile.permuters}, {tile.ctas}>",
+        f"{tile.ctas}>",
     )
 
 
