@@ -14,7 +14,6 @@ import numpy as np
 
 import jax_tilekern as jtk
 from benchmarks.programs import (
-    KERNELS,
     Arrays,
     Errors,
     Program,
@@ -46,11 +45,7 @@ _SORTS = (
     (8192, 1024, _BF16),
     (64, 512, _F32),
     (1, 2**20, _F32),
-)
-# Rows, columns and type of sorts by kernels, which no data prefer.
-_LONG_SORTS = (
     (1, 2**16, _F32),
-    (1, 2**20, _F32),
     (1, 2**24, _F32),
     (8, 2**20, _F32),
     (1, 2**22, jnp.dtype(jnp.int64)),
@@ -108,21 +103,13 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         for name in ("sort", "argsort"):
             yield _program(
                 f"{name} {rows:,} x {size:,} {dtype}", f"`{name}`", getattr(jtk, name),
-                getattr(jnp, name), ((rows, size), dtype),
-            )  # fmt: skip
-    for rows, columns, dtype in _LONG_SORTS:
-        size = _columns(columns)
-        for name in ("sort", "argsort"):
-            yield _program(
-                f"{name} {rows:,} x {size:,} {dtype} by kernels", f"`{name}` by kernels",
-                getattr(jtk, name), getattr(jnp, name), ((rows, size), dtype),
-                contexts={"ours": KERNELS}, wide=dtype.itemsize == 8,
+                getattr(jnp, name), ((rows, size), dtype), wide=dtype.itemsize == 8,
             )  # fmt: skip
     size = _columns(2**20)
     yield _program(
-        f"lexsort of two keys of {size:,} int32 by kernels", "`lexsort` by kernels",
+        f"lexsort of two keys of {size:,} int32", "`lexsort`",
         lambda x, y: jtk.lexsort((x, y)), lambda x, y: jnp.lexsort((x, y)),
-        *[((size,), jnp.dtype(jnp.int32))] * 2, contexts={"ours": KERNELS},
+        *[((size,), jnp.dtype(jnp.int32))] * 2,
     )  # fmt: skip
     for rows, columns in _MEDIANS:
         size = _columns(columns)
