@@ -168,6 +168,19 @@ def test_cumulative(rng, name, dtype, shape, axis):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+@pytest.mark.parametrize(("shape", "axis"), [((3, 200), 1), ((5, 9, 7), 1), ((4, 90, 2), 1)])
+def test_complex_numbers_are_whole_elements(rng, dtype, shape, axis):
+    """Of rows and of columns, whose elements have 8 or 16 bytes."""
+    numbers = rng.integers(-9, 9, (*shape, 2)).astype(f"f{np.dtype(dtype).itemsize // 2}")
+    with jax.enable_x64(dtype == np.complex128):
+        with emulated_gpu() as ran:
+            found = jax.jit(lambda x: jtk.cumsum(x, axis))(numbers.view(dtype)[..., 0])
+        assert len(ran) == 1
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, np.cumsum(numbers.view(dtype)[..., 0], axis))
+
+
 def most_and_any(x, y):
     return jnp.maximum(x[0], y[0]), x[1] | y[1], x[2] * y[2]
 

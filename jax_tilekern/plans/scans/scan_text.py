@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import Kernel, Source
+from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.launch import Buffer
 from jax_tilekern.plans.scans.problem import Scan
 
@@ -56,7 +57,8 @@ class ScanText:
             pointers.append(f"const {x.cxx}* p{i};")
             members.append(f"Bits<{size}> e{i};")
             # Complex numbers are loaded as whole ones.
-            array = f"p{i}" if x.parts == 1 else f"reinterpret_cast<const float2*>(p{i})"
+            whole = CXX_TYPES[x.dtype]
+            array = f"p{i}" if x.parts == 1 else f"reinterpret_cast<const {whole}*>(p{i})"
             if not x.is_before:
                 loads.append(f"load_elements<{size}>({array} + at, count)")
             elif self.along:
