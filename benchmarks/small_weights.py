@@ -1,6 +1,6 @@
 """``small_weights``: products by weights of 4 and 8 bits.
 
-``ours`` takes a kernel where there is one. ``XLA`` multiplies by dequantised weights, and
+``ours`` is the library at its defaults. ``XLA`` multiplies by dequantised weights, and
 ``bfloat16`` by weights of bfloat16, which take four times or twice the bytes.
 """
 
@@ -16,7 +16,6 @@ import numpy as np
 
 import jax_tilekern as jtk
 from benchmarks.programs import (
-    KERNELS,
     Arrays,
     Errors,
     Program,
@@ -73,7 +72,6 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
                     {"ours": _ours, "XLA": _of_dequantised, "bfloat16": _of_bfloat16},
                     _errors,
                     group=f"`scaled_matmul` by {name}",
-                    contexts={"ours": KERNELS},
                     margin=1.0,
                 )
 

@@ -185,10 +185,19 @@ def speed() -> Iterator[str]:
     return table(("H100", "XLA / ours"), cells)
 
 
-def _over_peer(row: Record) -> float:
-    """Return the ratio to XLA, or to the only other side."""
-    ratios = row["ratio"]
-    found: float = ratios["XLA"] if "XLA" in ratios else next(iter(ratios.values()))
+def _over_peer(path: str, name: str, peer: str = "") -> float:
+    """Return the ratio of a row to a peer: XLA, or else the only other side, if none is named."""
+    row = _row(path, name)
+    found = _ratio(row, peer or ("XLA" if "XLA" in row["ratio"] else next(iter(row["ratio"]))))
+    assert found is not None, (name, peer)
+    return found
+
+
+def _ratio(row: Record, side: str) -> float | None:
+    """Return the ratio of a side's time to ours, if the row has both."""
+    seconds = row["seconds"]
+    quotient = seconds[side] / seconds["ours"] if {side, "ours"} <= seconds.keys() else None
+    found: float | None = row["ratio"].get(side, quotient)
     return found
 
 
@@ -196,7 +205,7 @@ def start() -> Iterator[str]:
     values = {
         **{name: _speed(pattern) for name, pattern in _TEXTS["start"]["ratios"].items()},
         **{side: tokens for side, (_, tokens, _) in _mixture().items()},
-        **{x: _number(_over_peer(_row(*of))) for x, of in _TEXTS["start"]["rows"].items()},
+        **{x: _number(_over_peer(*of)) for x, of in _TEXTS["start"]["rows"].items()},
         "segments": _mean_and_slower(_select(recorded(), "drawn at random$", "h200").ratio),
         "muon_of_two": _mean(_select(recorded(), "^`muon`", "h200x2").ratio),
         "products": _mean_and_slower(_select(drawn(), "^`matmul`", "h100").ratio),
@@ -234,7 +243,7 @@ def story(name: str) -> Iterator[str]:
     for path, row_name, title in texts["rows"]:
         row = _row(path, row_name)
         records.setdefault(path, []).append(row)
-        ratio = row["ratio"].get(next(iter(sides)))
+        ratio = _ratio(row, next(iter(sides)))
         times = (_time_and_temporaries(row, side) for side in sides)
         cells.append((title, *times, _number(ratio) if ratio else "-"))
     yield from table((texts["call"], *sides.values(), "speedup"), cells)

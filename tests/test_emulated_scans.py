@@ -171,7 +171,7 @@ def test_cumulative(rng, name, dtype, shape, axis):
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
 @pytest.mark.parametrize(("shape", "axis"), [((3, 200), 1), ((5, 9, 7), 1), ((4, 90, 2), 1)])
 def test_complex_numbers_are_whole_elements(rng, dtype, shape, axis):
-    """Of rows and of columns, whose elements have 8 or 16 bytes."""
+    """Rows and columns have elements of 8 and of 16 bytes."""
     numbers = rng.integers(-9, 9, (*shape, 2)).astype(f"f{np.dtype(dtype).itemsize // 2}")
     with jax.enable_x64(dtype == np.complex128):
         with emulated_gpu() as ran:

@@ -1,5 +1,7 @@
 """Kernels of products with weights of 4 and 8 bits, emulated on a CPU."""
 
+import itertools
+
 import emulated_plans
 import jax
 import jax.numpy as jnp
@@ -201,12 +203,19 @@ def test_what_is_dequantised_first():
     values, scales = jtk.quantize(jnp.ones((64, 256)), dtype=jnp.int4)
     x = jnp.ones((4, 256), BF16)
 
-    def reason(x, values):
+    def reason(x, values, scales=scales):
         return " ".join(x.reason for x in jtk.explain(jtk.scaled_matmul, x, values, None, scales))
 
-    with gpu_target("H100"):
-        assert "are recorded" in reason(x, values)
-        with policy("kernels"):
-            assert "not float32" in reason(x.astype(F32), values)
-            assert "not float8" in reason(x, values.astype(jnp.float8_e4m3fn))
-            assert "a kernel reads" in reason(x, values)
+    def of_sizes(m, n, k):
+        structs = [((m, k), BF16), ((n, k), jnp.int4), ((n, k // 128), F32)]
+        return reason(*itertools.starmap(jax.ShapeDtypeStruct, structs))
+
+    with gpu_target("H200"):
+        assert "predicted faster than XLA" in of_sizes(1, 4096, 4096)
+        assert "predicted faster than XLA" in of_sizes(256, 14336, 4096)
+        assert "dequantised first: XLA is predicted as fast" in of_sizes(4096, 14336, 4096)
+        assert "dequantised first: XLA is predicted as fast" in of_sizes(4, 64, 256)
+    with gpu_target("H100"), policy("kernels"):
+        assert "not float32" in reason(x.astype(F32), values)
+        assert "not float8" in reason(x, values.astype(jnp.float8_e4m3fn))
+        assert "a kernel reads" in reason(x, values)

@@ -94,7 +94,8 @@ def cumulative(draw: Draw, name: str) -> Call:
         errors,
         cotangent_errors if linear else None,
         is_plain=False,
-        has_jaxs_bits=name in ("cummax", "cummin") or x.dtype.kind in "iu",
+        # Which of two NaN, or of zeros of both signs, is larger is not defined.
+        has_jaxs_bits=x.dtype.kind in "iu",
     )
 
 

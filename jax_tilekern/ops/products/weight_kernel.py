@@ -15,12 +15,15 @@ from jax_tilekern.ops.products.scaled_operands import block_of_scales, dequantiz
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.arithmetic import F32
 from jax_tilekern.plans.gemm.sm90.weight_only import (
+    WeightOnlyCandidate,
     WeightOnlyProduct,
+    choose_weight_only,
     in_order_of_fragments,
     plan_weight_only,
     refusal,
 )
 from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.policy.choice import PolicyChoice
 from jax_tilekern.plans.quantize import BLOCK, INTEGERS
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -44,6 +47,21 @@ def why_not(
     if not _is_of_rows(contraction):
         return f"kernels multiply rows of both operands, not {contraction}"
     return refusal(_problem(contraction, x, w, scales, zeros, F32), gpu)
+
+
+def choice(
+    contraction: Contraction,
+    gpu: Gpu,
+    x: Any,
+    w: Any,
+    scales: Any,
+    zeros: Any = None,
+    *,
+    has_function: bool,
+) -> PolicyChoice[WeightOnlyCandidate]:
+    """Choose the kernel or the dequantised product, if nothing is why not."""
+    problem = _problem(contraction, x, w, scales, zeros, F32)
+    return choose_weight_only(problem, gpu, has_function=has_function)
 
 
 def multiply(

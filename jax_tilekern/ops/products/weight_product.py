@@ -4,7 +4,7 @@ It contracts ``x`` of 16 bits or float32 with weights, whose last dimension is c
 and zero points follow the weights. With groups it is a grouped GEMM, and the bounds of the groups
 come next. With a function it has an epilogue, whose operands come last.
 
-A kernel of Hopper multiplies by integers as they are, where kernels are asked for. Otherwise
+A kernel of Hopper multiplies by integers as they are where it is predicted faster. Otherwise
 weights are dequantised in float32, rounded to bfloat16 if that is the type of ``x``, and multiplied
 with float32 accumulators. Those for an ``x`` of float16 stay float32, because their range is that
 of their scales.
@@ -43,7 +43,6 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.contraction import Contraction, labelled
 from jax_tilekern.plans.gemm.arithmetic import BF16, F32
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.linearity import tangents_out
 from jax_tilekern.primitives.operation import (
@@ -304,19 +303,17 @@ def _on_cpu(_operands: Any, _results: Any, **params: Any) -> Rewrite:
 
 
 def _on_gpu(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
-    """Multiply by a kernel that reads the weights as they are where kernels are asked for."""
-    call = _Call(**params)
-    if current_policy() != "kernels":
-        kernels = 'jax_tilekern.policy("kernels") takes one'
-        return _dequantised_first(
-            f"no times of kernels that read them as they are are recorded ({kernels})", **params
-        )
-    why = "kernels of groups do not read them as they are"
-    if not call.is_grouped:
-        factors = [x.aval for x in operands[: call.factors]]
-        why = weight_kernel.why_not(call.contraction, current_gpu(), *factors)
-    if why:
+    """Multiply by a kernel that reads the weights as they are, or dequantise them first."""
+    call, gpu = _Call(**params), current_gpu()
+    if call.is_grouped:
+        return _dequantised_first("kernels of groups do not read them as they are", **params)
+    factors = [x.aval for x in operands[: call.factors]]
+    if why := weight_kernel.why_not(call.contraction, gpu, *factors):
         return _dequantised_first(why, **params)
+    has_function = call.function is not None
+    choice = weight_kernel.choice(call.contraction, gpu, *factors, has_function=has_function)
+    if choice.candidate is None:
+        return _dequantised_first(choice.reason, **params)
 
     def product(*operands: Array) -> list[Array]:
         out_dtype = F32 if call.function is not None else call.out_dtype
@@ -327,7 +324,7 @@ def _on_gpu(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
             return [found.astype(call.out_dtype)]
         return call.elementwise()(found, *operands[call.first_read :])
 
-    return Rewrite("a kernel reads the weights as they are", product)
+    return Rewrite(f"a kernel reads the weights as they are; {choice.reason}", product)
 
 
 _bind = define(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jax_tilekern.plans.add import AddedDims
     from jax_tilekern.plans.attention.problem import Pass
     from jax_tilekern.plans.gemm.problem import Product
+    from jax_tilekern.plans.gemm.sm90.weight_only import WeightOnlyProduct
     from jax_tilekern.plans.reduction.problem import SummedDims
     from jax_tilekern.plans.transpose.permutation import Permutation
 
@@ -267,6 +268,16 @@ def add_workload(dims: AddedDims, dtype: np.dtype[Any]) -> Workload:
     )
     total = (elements + sum(read)) * dtype.itemsize
     return Workload("add", 0, total, "", tuple(map(float, features)))
+
+
+def weight_workload(product: WeightOnlyProduct, estimate: float) -> Workload:
+    """Return the work of a product by integers, of which XLA takes about ``estimate`` us."""
+    weights = product.batch * product.n * product.k
+    total = weights * product.bits / 8
+    arithmetic = _SHORT_NAMES[product.dtype.name]
+    return Workload(
+        "product by weights", weights * product.m, total, arithmetic, (), estimate=estimate
+    )
 
 
 def sort_workload(rows: int, columns: int, dtype: np.dtype[Any], indices: bool = False) -> Workload:

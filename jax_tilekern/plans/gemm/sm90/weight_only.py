@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
@@ -24,6 +25,8 @@ from jax_tilekern.plans.launch import (
     Scalars,
     TensorMap,
 )
+from jax_tilekern.plans.policy.choice import PolicyChoice, choose
+from jax_tilekern.plans.policy.workload import weight_workload
 
 _ROW_BYTES = 128  # of weights in a k-tile, and of x in a chunk
 _CONSUMER_ROWS = 64
@@ -34,6 +37,17 @@ _MAX_STAGES = 12
 _BARRIERS_BYTES = 2 * 8 * _MAX_STAGES
 # A part of k has so many k-tiles at least, so that its partial sums are few beside its operands.
 _SPLIT_K_TILES = 4
+# Fitted to times on an H200: millions of weights that a microsecond multiplies, by bits and rows of
+# x in a tile; microseconds of launches, and of one that adds parts of k or applies a function.
+_WEIGHTS_IN_A_MICROSECOND = {
+    4: dict(zip(_TOKENS, (4.9, 4.7, 4.1, 3.6, 2.05), strict=True)),
+    8: dict(zip(_TOKENS, (3.2, 3.1, 2.85, 2.4, 1.75), strict=True)),
+}
+_LAUNCH, _NEXT_LAUNCH = 5.0, 2.5
+# The same of XLA: millions of weights that it dequantises and that a product of few rows reads, and
+# of multiply-adds; microseconds of launches, of which small products have one.
+_DEQUANTISED, _READ, _MULTIPLIED, _LAUNCHES = 0.75, 2.0, 3.3e5, 4.0
+_WRITTEN_BYTES = 4e6  # that a microsecond reads or writes
 _MOST_ELEMENTS = 2**31 - 1024  # sizes and coordinates are 32-bit integers
 _GROUPS = (32, 64, 128)
 _TENSOR_MAP_DTYPES: dict[np.dtype[Any], Any] = {BF16: "bfloat16", F16: "float16"}
@@ -149,6 +163,45 @@ def refusal(problem: WeightOnlyProduct, gpu: Gpu) -> str:
     if min(problem.m, problem.n, problem.k, problem.batch) == 0:
         return "there is nothing to multiply"
     return ""
+
+
+@dataclass(frozen=True)
+class WeightOnlyCandidate(CostedCandidate):
+    """The kernel of a product, and its cost."""
+
+    problem: WeightOnlyProduct
+    cycles: float
+
+    @property
+    def key(self) -> str:
+        return "weight_only"
+
+    def plan(self, gpu: Gpu) -> LaunchPlan:
+        found = plan_weight_only(self.problem, gpu)
+        assert isinstance(found, LaunchPlan), found
+        return found
+
+
+def choose_weight_only(
+    problem: WeightOnlyProduct, gpu: Gpu, *, has_function: bool
+) -> PolicyChoice[WeightOnlyCandidate]:
+    """Choose the kernel, or the product of dequantised weights. ``refusal`` has been asked.
+
+    A function of the elements comes after the kernel, and is part of XLA's side.
+    """
+    tile = tile_of(problem, gpu)
+    weights = problem.batch * problem.n * problem.k / 1e6
+    token_tiles = math.ceil(problem.m / tile.tokens)
+    row_tiles = math.ceil(problem.n / tile.rows) * token_tiles * problem.batch
+    ours = _LAUNCH + token_tiles * weights / _WEIGHTS_IN_A_MICROSECOND[problem.bits][tile.tokens]
+    ours += _NEXT_LAUNCH * (_split(problem, row_tiles, tile, gpu)[0] > 1)
+    if has_function:
+        elements = problem.batch * problem.m * problem.n
+        ours += _NEXT_LAUNCH + 2 * F32.itemsize * elements / _WRITTEN_BYTES
+    xla = _LAUNCHES + weights / _DEQUANTISED
+    xla += max(weights / _READ, problem.m * weights / (_MULTIPLIED / 1e3))
+    candidate = WeightOnlyCandidate(problem, ours * gpu.rates.cycles_per_microsecond)
+    return choose(weight_workload(problem, xla), [candidate], gpu)
 
 
 def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
