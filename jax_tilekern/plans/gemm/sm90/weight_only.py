@@ -46,7 +46,7 @@ _WEIGHTS_IN_A_MICROSECOND = {
 _LAUNCH, _NEXT_LAUNCH = 5.0, 2.5
 # The same of XLA: millions of weights that it dequantises and that a product of few rows reads, and
 # of multiply-adds; microseconds of launches, of which small products have one.
-_DEQUANTISED, _READ, _MULTIPLIED, _LAUNCHES = 0.75, 2.0, 3.3e5, 4.0
+_DEQUANTISED, _READ, _MULTIPLIED, _LAUNCHES = 0.75, 2.0, 330.0, 4.0
 _WRITTEN_BYTES = 4e6  # that a microsecond reads or writes
 _MOST_ELEMENTS = 2**31 - 1024  # sizes and coordinates are 32-bit integers
 _GROUPS = (32, 64, 128)
@@ -199,7 +199,7 @@ def choose_weight_only(
         elements = problem.batch * problem.m * problem.n
         ours += _NEXT_LAUNCH + 2 * F32.itemsize * elements / _WRITTEN_BYTES
     xla = _LAUNCHES + weights / _DEQUANTISED
-    xla += max(weights / _READ, problem.m * weights / (_MULTIPLIED / 1e3))
+    xla += max(weights / _READ, problem.m * weights / _MULTIPLIED)
     candidate = WeightOnlyCandidate(problem, ours * gpu.rates.cycles_per_microsecond)
     return choose(weight_workload(problem, xla), [candidate], gpu)
 
