@@ -18,7 +18,6 @@ from jax_tilekern.plans.gemm.sm90.weight_only import (
     WeightOnlyCandidate,
     WeightOnlyProduct,
     choose_weight_only,
-    in_order_of_fragments,
     plan_weight_only,
     refusal,
 )
@@ -78,8 +77,7 @@ def multiply(
     if w.dtype == _INT4:
         pairs = w.reshape(*w.shape[:-1], w.shape[-1] // 2, 2)
         w = lax.bitcast_convert_type(pairs, np.uint8)
-    ordered = in_order_of_fragments(x, problem.bits)
-    (found,) = _bind(w, ordered, scales, *([] if zeros is None else [zeros]), problem=problem)
+    (found,) = _bind(w, x, scales, *([] if zeros is None else [zeros]), problem=problem)
     sizes = dict(zip((*contraction.lhs, *contraction.rhs), (*x.shape, *w.shape), strict=True))
     result: Array = found.reshape([sizes[label] for label in contraction.out])
     return result
@@ -118,8 +116,7 @@ def _problem(
     )
 
 
-# The primitive. Its operands are the bytes of the weights, x in the order of fragments, scales, and
-# zero points.
+# The primitive. Its operands are the bytes of the weights, x, scales, and zero points.
 
 
 def _reference(w: Array, x: Array, *scales: Array, problem: WeightOnlyProduct) -> list[Array]:
@@ -128,8 +125,6 @@ def _reference(w: Array, x: Array, *scales: Array, problem: WeightOnlyProduct) -
         w = w.reshape(*w.shape[:-2], problem.k)
     weights = dequantized(w, *scales)
     weights = weights.reshape(problem.batch, problem.n, problem.k)
-    spans = x.reshape(*x.shape[:-1], -1, 16 // problem.bits, 8)
-    x = spans.swapaxes(-1, -2)
     x = x.reshape(problem.batch if problem.x_batched else 1, problem.m, problem.k)
     found = jnp.einsum("bmk,bnk->bmn", x.astype(F32), weights, precision="highest")
     return [found.astype(problem.out_dtype)]

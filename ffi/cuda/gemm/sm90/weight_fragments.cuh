@@ -4,7 +4,7 @@
 // 2t + 8 and 2t + 9. Which elements along k these are is free, if rhs has the same order. So lane t
 // takes word t of each 16 bytes of a row of weights. A pair of positions has the integers that lie
 // in the halves of the word, shifted by a multiple of kBits: their distance along k is 4 of 4 bits
-// and 2 of 8 bits. `in_order_of_fragments` of `plans/gemm/sm90/weight_only.py` orders rhs.
+// and 2 of 8 bits. `fragment_order.cuh` orders rhs.
 #pragma once
 
 #include "convert.cuh"
@@ -57,7 +57,8 @@ struct WeightFloats {
     uint32 values;
     if constexpr (kSignApart) {
       const uint32 low = (integers & mask) | kOffsetBits;
-      const uint32 sign = (integers & kSigns) | kOffsetBits;
+      // kSigns, which ptxas would move as well.
+      const uint32 sign = (integers & (mask + kOnes)) | kOffsetBits;
       // The sign's bit doubles the offset, and so subtracts it again.
       values = subtract_pair(T(), low, sign);
       if constexpr (kZeros) values = subtract_pair(T(), values, integer);
@@ -81,7 +82,7 @@ class WeightFragments {
   // `first_row` is the warp's first row in the tile, and `rows` is any number that is not negative.
   WeightFragments(int first_row, int lane, int rows)
       : offset_((first_row + lane / 4) * 128 + lane / 4 * kUnitBytes + lane % 4 * 4),
-        // Not a constant: ptxas would move it to a register before each use.
+        // Not a constant, which ptxas would move to a register before each use.
         mask_(rows < 0 ? 0 : Floats::kMask) {}
 
   // Loads the integers of kSteps steps from step `first_step` on, of rows row and 8 + row.

@@ -11,7 +11,7 @@
 // float32. A CTA has one tile; one thread of a warp of its own loads k-tiles by TMA. A k-tile has
 // 128 bytes of each row of weights. Cooperative consumers have 64 rows of weights each, and others
 // alternate k-tiles of the same rows. Rows of x have the order along k that
-// fragments of weights have.
+// fragments of weights have, which `fragment_order.cuh` gives them.
 #pragma once
 
 #include "gemm/sm90/config.cuh"
@@ -97,6 +97,7 @@ class WeightOnlyMatmul {
         tiles_(min_of(shape.split_k_tiles, shape.k_tiles - first_tile_)) {}
 
   void run(const TensorMap& weights, const TensorMap& x) {
+    launch_dependents();
     if (threadIdx.x == 0) {
       prefetch_tensor_map(weights);
       prefetch_tensor_map(x);
@@ -114,29 +115,39 @@ class WeightOnlyMatmul {
   }
 
  private:
+  // Weights do not depend on the launch before, which orders rows of x.
   void produce(const TensorMap& weights, const TensorMap& x) const {
-    const int row = blockIdx.x * config.block_m, token = blockIdx.y * config.block_n;
+    const int early = min_of(config.stages, tiles_);
+    for (int tile = 0; tile < early; ++tile) load_weights(weights, tile, tile);
+    wait_for_prerequisites();
     typename Pipeline::State state;
     for (int tile = 0; tile < tiles_; ++tile, state.advance()) {
-      const uint32 full = pipeline_.full(state.stage), to = pipeline_.stage(state.stage);
-      pipeline_.wait_empty(state);
-      mbarrier_arrive_expect_tx(full, kStageBytes);
-      const int k_tile = first_tile_ + tile;
-      tma_load(to, weights, {{k_tile * kTileRowBytes, row, batch_ * shape_.weights_step, 0, 0}},
-               full);
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        tma_load(to + kWeightBytes + chunk * XChunk::kBytes, x,
-                 {{k_tile * config.block_k + chunk * kChunk, token, batch_ * shape_.x_step, 0, 0}},
-                 full);
+      if (tile >= early) {
+        pipeline_.wait_empty(state);
+        load_weights(weights, tile, state.stage);
       }
+      tma_load(pipeline_.stage(state.stage) + kWeightBytes, x,
+               {{0, static_cast<int>(blockIdx.y) * config.block_n, (first_tile_ + tile) * kChunks,
+                 batch_ * shape_.x_step, 0}},
+               pipeline_.full(state.stage));
     }
+  }
+
+  // The barrier of the stage counts the bytes of x, too.
+  void load_weights(const TensorMap& weights, int tile, int stage) const {
+    const uint32 full = pipeline_.full(stage);
+    mbarrier_arrive_expect_tx(full, kStageBytes);
+    tma_load(pipeline_.stage(stage), weights,
+             {{(first_tile_ + tile) * kTileRowBytes, static_cast<int>(blockIdx.x) * config.block_m,
+               batch_ * shape_.weights_step, 0, 0}},
+             full);
   }
 
   void consume() {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 % (4 * config.tile_consumers()) * 16;
-    const int first = threadIdx.x / 128 % kKConsumers;
+    // Uniform in a warp for the compiler, which so keeps descriptors in uniform registers.
+    const int first = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0) % kKConsumers;
     const Fragments fragments(warp_row, lane, shape_.m);
     const int row = blockIdx.x * config.block_m + warp_row + lane / 4;
     int64 first_group[2];
@@ -170,7 +181,8 @@ class WeightOnlyMatmul {
   void load_scales(const int64 (&first_group)[2], int k_tile) {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      const int own = kGroups > 1 ? k_tile * kGroups + group : k_tile * kGroup / shape_.group;
+      const bool own_group = kGroups > 1 || shape_.group == kGroup;
+      const int own = own_group ? k_tile * kGroups + group : k_tile * kGroup / shape_.group;
       const int at = min_of(own, shape_.groups - 1);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

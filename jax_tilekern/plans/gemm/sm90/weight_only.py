@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.compilation.cubin import Entry
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32
@@ -24,6 +25,7 @@ from jax_tilekern.plans.launch import (
     NoKernel,
     Scalars,
     TensorMap,
+    overlapping,
 )
 from jax_tilekern.plans.policy.choice import PolicyChoice, choose
 from jax_tilekern.plans.policy.workload import weight_workload
@@ -31,6 +33,7 @@ from jax_tilekern.plans.policy.workload import weight_workload
 _ROW_BYTES = 128  # of weights in a k-tile, and of x in a chunk
 _CONSUMER_ROWS = 64
 _CHUNK = 64  # elements of a row of x in a chunk
+_ORDER_THREADS = 128
 _TOKENS = (8, 16, 32, 64, 128)
 _ITEM_BYTES = 2
 _MAX_STAGES = 12
@@ -105,6 +108,11 @@ class WeightOnlyProduct:
     def k_tiles(self) -> int:
         return math.ceil(self.k / self.block_k)
 
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row of ``x``, of which the last one is filled up with zeros."""
+        return math.ceil(self.k / _CHUNK)
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -131,16 +139,6 @@ class Tile:
         if self.cooperative:
             return 0
         return 4 * _CONSUMER_ROWS * self.tokens * (self.consumers - 1)
-
-
-def in_order_of_fragments(x: Any, bits: int) -> Any:
-    """Return an array with elements along ``k`` in the order that fragments of weights have.
-
-    Lane ``t`` of four has adjacent elements, of which those of pair ``i`` come together: element
-    ``16 / bits * (2 * t + e) + i`` of a span comes to ``8 * i + 2 * t + e``.
-    """
-    spans = x.reshape(*x.shape[:-1], -1, 8, 16 // bits)
-    return spans.swapaxes(-1, -2).reshape(x.shape)
 
 
 def refusal(problem: WeightOnlyProduct, gpu: Gpu) -> str:
@@ -207,8 +205,8 @@ def choose_weight_only(
 def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan ``out`` of ``weights``, ``x``, ``scales``, and ``zeros`` if there are any.
 
-    ``weights`` are bytes of shape ``(batch, n, k * bits / 8)``, and ``x`` is in the order of
-    fragments.
+    ``weights`` are bytes of shape ``(batch, n, k * bits / 8)``. A first launch orders ``x`` along
+    ``k`` as fragments of weights are, while weights are loaded.
     """
     if why := refusal(problem, gpu):
         return NoKernel(why)
@@ -219,9 +217,11 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
         return NoKernel(f"{problem.m} rows of {problem.batch} products exceed a grid")
     has_zeros = problem.zero_dtype is not None
     out = 3 + has_zeros
+    ordered = out + 1
     partial = splits > 1
     kernel = kernel_of(problem, tile, F32 if partial else problem.out_dtype)
-    kernels = [kernel]
+    order = Kernel("gemm/sm90/fragment_order.cuh", f"tilekern::order_as_fragments<{problem.bits}>")
+    kernels = [order, kernel]
     sums = None
     if partial:
         m, n = problem.m, problem.n
@@ -248,31 +248,35 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
         problem.weights_batched,
     )
     launches = [
+        _order_launch(problem, compiled.entry(order.name), ordered),
         Launch(
             entry=compiled.entry(kernel.name),
             grid=(*tiles, problem.batch * splits),
             block=(tile.threads, 1, 1),
             parameters=(
-                *_maps(problem, tile),
+                *_maps(problem, tile, ordered),
                 Buffer(2),
                 Buffer(3 if has_zeros else 2),
-                Buffer(out + partial),
+                Buffer(ordered + 1 if partial else out),
                 shape,
             ),
             shared_memory_bytes=tile.stages * _stage_bytes(problem, tile)
             + tile.result_bytes
             + _BARRIERS_BYTES,
-        )
+        ),
     ]
     if sums is not None:
-        launches.append(sums.launch(compiled, Buffer(out + 1), Buffer(out)))
+        launches.append(sums.launch(compiled, Buffer(ordered + 1), Buffer(out)))
     text = f"{tile.rows}x{tile.tokens} tiles of the transpose"
     return LaunchPlan(
         name=f"weight_only_matmul int{problem.bits} {problem.dtype}",
         gpu=gpu,
-        launches=tuple(launches),
+        launches=overlapping(gpu, *launches),
         alignments=(VECTOR_BYTES,) * 2 + (4,) * (1 + has_zeros) + (VECTOR_BYTES,),
-        workspace_bytes=(sums.workspace_bytes,) if sums else (),
+        workspace_bytes=(
+            _rows_of_x(problem) * problem.chunks * _ROW_BYTES,
+            *((sums.workspace_bytes,) if sums else ()),
+        ),
         reason=f"{text}, {problem.bits}-bit weights by registers"
         + (f", k in {splits} parts" if partial else ""),
     )
@@ -345,29 +349,43 @@ def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Ker
     )
 
 
-def _maps(problem: WeightOnlyProduct, tile: Tile) -> tuple[TensorMap, TensorMap]:
-    def map_of(
-        buffer: int, dtype: Any, size: int, rows: int, row: int, box: tuple[int, int], batched: bool
-    ) -> TensorMap:
-        return TensorMap(
-            buffer=buffer,
-            dtype=dtype,
-            sizes=(row // size, rows, problem.batch if batched else 1, 1, 1),
-            strides_bytes=(row, rows * row, rows * row, rows * row),
-            box=(*box, 1, 1, 1),
-            swizzle=128,
-        )
+def _rows_of_x(problem: WeightOnlyProduct) -> int:
+    return problem.m * (problem.batch if problem.x_batched else 1)
 
-    row = problem.k * problem.bits // 8
-    return (
-        map_of(0, "uint8", 1, problem.n, row, (_ROW_BYTES, tile.rows), problem.weights_batched),
-        map_of(
-            1,
-            _TENSOR_MAP_DTYPES[problem.dtype],
-            _ITEM_BYTES,
-            problem.m,
-            problem.k * _ITEM_BYTES,
-            (_CHUNK, tile.tokens),
-            problem.x_batched,
+
+def _order_launch(problem: WeightOnlyProduct, entry: Entry, ordered: int) -> Launch:
+    span = 8 * VECTOR_BYTES // problem.bits
+    padded = problem.chunks * _CHUNK // span
+    spans = _rows_of_x(problem) * padded
+    return Launch(
+        entry=entry,
+        grid=(math.ceil(spans / _ORDER_THREADS), 1, 1),
+        block=(_ORDER_THREADS, 1, 1),
+        parameters=(
+            Buffer(1),
+            Buffer(ordered),
+            Scalars.pack("q2i", spans, problem.k // span, padded),
         ),
     )
+
+
+def _maps(problem: WeightOnlyProduct, tile: Tile, ordered: int) -> tuple[TensorMap, TensorMap]:
+    row = problem.k * problem.bits // 8
+    weights = TensorMap(
+        buffer=0,
+        dtype="uint8",
+        sizes=(row, problem.n, problem.batch if problem.weights_batched else 1, 1, 1),
+        strides_bytes=(row, *[problem.n * row] * 3),
+        box=(_ROW_BYTES, tile.rows, 1, 1, 1),
+        swizzle=128,
+    )
+    row = problem.chunks * _ROW_BYTES
+    x = TensorMap(
+        buffer=ordered,
+        dtype=_TENSOR_MAP_DTYPES[problem.dtype],
+        sizes=(_CHUNK, problem.m, problem.chunks, problem.batch if problem.x_batched else 1, 1),
+        strides_bytes=(row, _ROW_BYTES, *[problem.m * row] * 2),
+        box=(_CHUNK, tile.tokens, problem.block_k // _CHUNK, 1, 1),
+        swizzle=128,
+    )
+    return weights, x
