@@ -14,6 +14,7 @@ import jax
 from benchmarks import (
     attention,
     convolution,
+    decoding,
     first_calls,
     first_lowerings,
     fit_policy,
@@ -126,7 +127,8 @@ _COMMANDS: dict[str, Command] = {
     "scans": scans.COMMAND,
     "segments": segments.COMMAND,
     "selection": selection.COMMAND,
-    "small_weights": small_weights.COMMAND,
+    **small_weights.COMMANDS,
+    "decoding": decoding.COMMAND,
     "sample": sample.COMMAND,
     **moe.COMMANDS,
     "attention": attention.COMMAND,

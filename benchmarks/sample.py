@@ -4,10 +4,11 @@
 
 Shapes, types, layouts and options are the description's, and sizes those of the device. The peer is
 JAX's function of the same name or, where there is none, the operation in plain JAX as the catalog
-writes it. Sides beside it have a key each: those of ``attention value`` and ``attention gradient``
-are the kernels and cuDNN. With ``--candidates K`` a call of one product, which may have an
-epilogue, has a side for each of K candidates. A row's ``draw`` has the description, seed, index and
-device that draw its call again: ``fit_policy`` takes records of these.
+writes it; that of ``scaled_matmul, decode`` is a product of bfloat16. Sides beside it have a key
+each: those of ``attention value`` and ``attention gradient`` are the kernels and cuDNN. With
+``--candidates K`` a call of one product, which may have an epilogue, has a side for each of K
+candidates. A row's ``draw`` has the description, seed, index and device that draw its call again:
+``fit_policy`` takes records of these.
 """
 
 from __future__ import annotations

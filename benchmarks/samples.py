@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 _Entry = dict[str, Any]
 
 # (hidden size, intermediate size, query heads, key heads, head size, vocabulary).
-_MODELS: Mapping[str, tuple[int, int, int, int, int, int]] = {
+MODELS: Mapping[str, tuple[int, int, int, int, int, int]] = {
     "BERT-base": (768, 3072, 12, 12, 64, 30522),
     "BERT-large": (1024, 4096, 16, 16, 64, 30522),
     "GPT-2": (768, 3072, 12, 12, 64, 50257),
@@ -145,7 +145,7 @@ class _Draw:
 
     def weights(self) -> tuple[int, int]:
         """Return the features into and out of a layer of a model, in either order."""
-        hidden, intermediate, heads, key_heads, head, vocabulary = self.one([*_MODELS.values()])
+        hidden, intermediate, heads, key_heads, head, vocabulary = self.one([*MODELS.values()])
         outputs = {
             intermediate: 4.0,
             2 * intermediate: 1.0,  # The gate and the up projection as one.
@@ -159,7 +159,7 @@ class _Draw:
 
     def head(self) -> tuple[int, int]:
         """Return the query heads and the head size of a model."""
-        _, _, heads, _, head, _ = self.one([*_MODELS.values()])
+        _, _, heads, _, head, _ = self.one([*MODELS.values()])
         return heads, head
 
 

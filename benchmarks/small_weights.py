@@ -1,13 +1,17 @@
-"""``small_weights``: products by weights of 4 and 8 bits.
+"""``small_weights``: products by weights of 4 and 8 bits, and their errors.
 
 ``ours`` is the library at its defaults. ``XLA`` multiplies by dequantised weights, and
 ``bfloat16`` by weights of bfloat16, which take four times or twice the bytes.
+
+``small_weights_accuracy`` compares the same sides with float64. What is exact is the product of the
+dequantised weights, and for ``bfloat16`` that of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,11 +23,14 @@ from benchmarks.programs import (
     Arrays,
     Errors,
     Program,
+    RowsCommand,
     on_gpu,
     program_command,
     random_arrays,
     relative,
 )
+from benchmarks.record import Record
+from jax_tilekern.ops.products.scaled_operands import dequantized
 
 _BF16 = jnp.bfloat16
 _GROUP = 128
@@ -76,4 +83,41 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
                 )
 
 
-COMMAND = program_command("products by weights of 4 and 8 bits", _programs)
+# Errors. A result of float32 has those of the sums, and one of bfloat16 its rounding beside.
+_ERRORS = 16, 1024, 4096
+
+
+def _accuracy(_: argparse.Namespace) -> Iterator[Record]:
+    m, n, k = _ERRORS
+    for stored, group in itertools.product((jnp.int4, jnp.int8), (32, 128, k)):
+        x, w = random_arrays(((m, k), _BF16), ((n, k), _BF16))
+        values, scales = jtk.quantize(w, block=(1, group if group < k else None), dtype=stored)
+        wide = dequantized(values, scales)
+        exact, own = (_in_float64(x) @ _in_float64(y).T for y in (wide, w))
+        row: Record = {"name": f"{np.dtype(stored).name} in groups of {group}"}
+        for out in (np.dtype(np.float32), np.dtype(_BF16)):
+            dot = functools.partial(jnp.dot, preferred_element_type=out)
+            results = {
+                "ours": jtk.scaled_matmul(x, values, None, scales, out),
+                "XLA": dot(x, wide.astype(_BF16).T),
+                "bfloat16": dot(x, w.T),
+            }
+            row[out.name] = {
+                side: _relative_norm(found, own if side == "bfloat16" else exact)
+                for side, found in results.items()
+            }
+        yield row
+
+
+def _in_float64(x: Any) -> Any:
+    return np.asarray(x).astype(np.float64)
+
+
+def _relative_norm(found: Any, exact: Any) -> float:
+    return float(np.linalg.norm(_in_float64(found) - exact) / np.linalg.norm(exact))
+
+
+COMMANDS = {
+    "small_weights": program_command("products by weights of 4 and 8 bits", _programs),
+    "small_weights_accuracy": RowsCommand("compare products by weights with float64", _accuracy),
+}

@@ -270,6 +270,35 @@ def test_every_rung_is_right(name, size, tmp_path):
     assert any("kernels" in rung for rung in rungs)
 
 
+def test_a_sample_of_decoding_products(tmp_path):
+    path = tmp_path / "sample.jsonl"
+    command = ("sample", "--operations", "scaled_matmul, decode", "--count", "2", "--seed", "1")
+    assert main([*command, "--seconds", "0.01", "--json", str(path)]) == 0
+    for row in record.read(path)["rows"]:
+        assert row["ratio"].keys() == {"bfloat16"}
+        assert row["error"]["ours"] < 2**-7
+
+
+def test_a_model_decodes_by_small_weights(tmp_path):
+    path = tmp_path / "decoding.jsonl"
+    assert main(["decoding", "--seconds", "0.01", "--json", str(path)]) == 0
+    rows = record.read(path)["rows"]
+    assert [row["name"].rpartition(" ")[2] for row in rows] == ["1", "16"]
+    for row in rows:
+        assert row["error"]["ours"] < 2**-6
+        rates, seconds = row["tokens_in_a_second"], row["seconds"]
+        assert rates.keys() == seconds.keys() == {"ours", "bfloat16"}
+
+
+def test_errors_of_small_weights_are_those_of_bfloat16(tmp_path):
+    path = tmp_path / "errors.jsonl"
+    assert main(["small_weights_accuracy", "--json", str(path)]) == 0
+    for row in record.read(path)["rows"]:
+        # Weights are rounded to bfloat16, or results alone.
+        assert row["float32"]["ours"] < 2**-8
+        assert row["bfloat16"]["ours"] < 2 * row["bfloat16"]["bfloat16"]
+
+
 PASSES = ["attention value", "attention gradient"]
 
 

@@ -8,6 +8,7 @@ from benchmarks.catalog import (
     attention_passes,
     convolution,
     cuda_kernel,
+    decoding_products,
     epilogues,
     grouped,
     lanes,
@@ -28,7 +29,9 @@ FAMILIES = (
 DESCRIPTIONS = {x.name: x for family in FAMILIES for x in family.DESCRIPTIONS}
 # What ``sample`` times.
 SAMPLED = {name: x for name, x in DESCRIPTIONS.items() if not x.on_host}
-SAMPLED |= {x.name: x for x in attention_passes.DESCRIPTIONS}
+SAMPLED |= {
+    x.name: x for family in (attention_passes, decoding_products) for x in family.DESCRIPTIONS
+}
 # Public names that compute nothing by themselves: modules, contexts, types and reports.
 NOT_OPERATIONS = {
     "FFI_TARGETS", "CompileError", "CudaKernel", "Explanation", "FallbackError", "Gpu",
