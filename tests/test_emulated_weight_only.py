@@ -192,6 +192,53 @@ def test_scaled_matmul(rng, dtype, symmetric):
         assert (np.abs(result - expected) <= (k + 1) * np.finfo(np.float32).eps * terms).all()
 
 
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("k", [256, 4096])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.one_in(2)
+def test_epilogue(rng, batch, k, zeros):
+    """The kernel, or the one that adds parts of k, applies a function that reads arrays."""
+    m, n = 5, 70
+    x = jnp.asarray(rng.standard_normal((*batch, m, k)), BF16)
+    w = jnp.asarray(rng.standard_normal((*batch, n, k)), F32)
+    values, *scales = jtk.quantize(w, block=(1, 128), dtype=jnp.int4, symmetric=not zeros)
+    bias = jnp.asarray(rng.standard_normal(n), F32)
+    of_rows = jnp.asarray(rng.standard_normal((m, 1)), F32)
+    residual = jnp.asarray(rng.standard_normal((*batch, m, n)), BF16)
+
+    def product(epilogue=None, *operands):
+        return jtk.scaled_matmul(
+            x, values, None, scales[0], rhs_zeros=scales[1] if zeros else None,
+            preferred_element_type=F32, epilogue=epilogue, operands=operands,
+        )  # fmt: skip
+
+    def function(y, bias, of_rows, residual):
+        return (y + bias) * of_rows + residual.astype(F32), y
+
+    def with_sums(*read):
+        return product(function, *read)
+
+    def loss(bias):
+        return product(lambda y, bias: jnp.tanh(y + bias), bias).sum()
+
+    with emulated_gpu() as ran:
+        found, sums = jax.jit(with_sums)(bias, of_rows, residual)
+        plain = jax.jit(product)()
+        gradient = jax.jit(jax.grad(loss))(bias)
+    last = [plan.launches[-1].entry.name for plan in ran]
+    assert ["Epilogue" in name for name in last] == [True, False, True]
+    assert all("parts" in plan.reason for plan in ran) == (k > 256)
+    np.testing.assert_array_equal(sums, plain)
+    terms = [float64(x.astype(F32)) for x in (plain, bias, of_rows, residual)]
+    y, b, r, z = terms
+    size = (np.abs(y) + np.abs(b)) * np.abs(r) + np.abs(z)
+    assert (np.abs(found - ((y + b) * r + z)) <= 3 * np.finfo(np.float32).eps * size).all()
+    slopes = 1 - np.tanh(y + b) ** 2
+    axes = tuple(range(y.ndim - 1))
+    bound = 1e-5 * np.prod(y.shape[:-1])
+    np.testing.assert_allclose(gradient, slopes.sum(axes), rtol=0, atol=bound)
+
+
 @pytest.mark.defaults
 def test_what_is_dequantised_first():
     values, scales = jtk.quantize(jnp.ones((64, 256)), dtype=jnp.int4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import numpy as np
 from jax import Array, lax
 
+from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
+from jax_tilekern.epilogue.scalar_function import ScalarFunction
+from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.products.fused_lowering import epilogue_of
 from jax_tilekern.ops.products.scaled_operands import block_of_scales, dequantized
-from jax_tilekern.plans.contraction import Contraction
+from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.arithmetic import F32
 from jax_tilekern.plans.gemm.sm90.weight_only import (
     WeightOnlyCandidate,
@@ -63,6 +68,24 @@ def choice(
     return choose_weight_only(problem, gpu, has_function=has_function)
 
 
+def applies(
+    function: ScalarFunction, contraction: Contraction, x: Any, read: Sequence[tuple[Any, Labels]]
+) -> bool:
+    """Whether the kernel applies a function of the elements, which reads labelled arrays."""
+    by_element = not any(function.reductions) and not function.is_closure
+    if not by_element or function.out_dtypes[0] not in (x.dtype, F32):
+        return False
+    if any(_dims_of(contraction, labels) is None for _, labels in read):
+        return False
+    try:
+        cuda_text(function)
+        for dtype in (*(x.dtype for x, _ in read), *function.out_dtypes):
+            computed_type(dtype)
+    except Untranslatable:
+        return False
+    return True
+
+
 def multiply(
     contraction: Contraction,
     x: Array,
@@ -71,16 +94,37 @@ def multiply(
     zeros: Array | None = None,
     *,
     out_dtype: np.dtype[Any],
-) -> Array:
-    """Multiply by the weights, if nothing is why not."""
+    function: ScalarFunction | None = None,
+    read: Sequence[tuple[Array, Labels]] = (),
+) -> list[Array]:
+    """Multiply by the weights, if nothing is why not, and apply a function, if ``applies``."""
     problem = _problem(contraction, x, w, scales, zeros, out_dtype)
+    shape = dict(zip((*contraction.lhs, *contraction.rhs), (*x.shape, *w.shape), strict=True))
     if w.dtype == _INT4:
         pairs = w.reshape(*w.shape[:-1], w.shape[-1] // 2, 2)
         w = lax.bitcast_convert_type(pairs, np.uint8)
-    (found,) = _bind(w, x, scales, *([] if zeros is None else [zeros]), problem=problem)
-    sizes = dict(zip((*contraction.lhs, *contraction.rhs), (*x.shape, *w.shape), strict=True))
-    result: Array = found.reshape([sizes[label] for label in contraction.out])
-    return result
+    sizes = problem.batch, problem.m, problem.n
+    dims = [_dims_of(contraction, labels) or () for _, labels in read]
+    found = _bind(
+        *(w, x, scales),
+        *([] if zeros is None else [zeros]),
+        *(y.reshape([sizes[i] for i in own]) for (y, _), own in zip(read, dims, strict=True)),
+        problem=problem,
+        function=function,
+        read=tuple(dims),
+    )
+    return [y.reshape([shape[label] for label in contraction.out]) for y in found]
+
+
+def _dims_of(c: Contraction, labels: Labels) -> tuple[int, ...] | None:
+    """Return which of batch, rows and columns an array has whole and in order, if that is all."""
+    *batch, n, _ = c.rhs
+    rest, dims = labels, []
+    for i, own in enumerate((batch, [x for x in c.lhs[:-1] if x not in batch], [n])):
+        if own and rest[: len(own)] == tuple(own):
+            rest = rest[len(own) :]
+            dims.append(i)
+    return None if rest else tuple(dims)
 
 
 def _is_of_rows(c: Contraction) -> bool:
@@ -116,28 +160,70 @@ def _problem(
     )
 
 
-# The primitive. Its operands are the bytes of the weights, x, scales, and zero points.
+# The primitive. Its operands are the bytes of the weights, x, scales, zero points, and what a
+# function of the elements reads. Arrays of these have some of batch, rows of x and rows of weights.
+
+_ELEMENTS = (0, 1, 2)
+_Read = tuple[tuple[int, ...], ...]
 
 
-def _reference(w: Array, x: Array, *scales: Array, problem: WeightOnlyProduct) -> list[Array]:
+def _reference(
+    w: Array,
+    x: Array,
+    *others: Array,
+    problem: WeightOnlyProduct,
+    function: ScalarFunction | None,
+    read: _Read,
+) -> list[Array]:
     if problem.bits == 4:
         w = lax.bitcast_convert_type(w, _INT4)
         w = w.reshape(*w.shape[:-2], problem.k)
-    weights = dequantized(w, *scales)
+    of_weights = 1 + (problem.zero_dtype is not None)
+    weights = dequantized(w, *others[:of_weights])
     weights = weights.reshape(problem.batch, problem.n, problem.k)
     x = x.reshape(problem.batch if problem.x_batched else 1, problem.m, problem.k)
     found = jnp.einsum("bmk,bnk->bmn", x.astype(F32), weights, precision="highest")
-    return [found.astype(problem.out_dtype)]
+    if function is None:
+        return [found.astype(problem.out_dtype)]
+    return function.over_labels(_ELEMENTS, read)(found, *others[of_weights:])
 
 
-def _like_results(*_: Array, problem: WeightOnlyProduct) -> list[Array]:
-    return [jnp.zeros((problem.batch, problem.m, problem.n), problem.out_dtype)]
+def _like_results(
+    *_: Array, problem: WeightOnlyProduct, function: ScalarFunction | None, read: _Read
+) -> list[Array]:
+    dtypes = (problem.out_dtype,) if function is None else function.out_dtypes
+    return [jnp.zeros((problem.batch, problem.m, problem.n), dtype) for dtype in dtypes]
 
 
 def _planned(
-    operands: Sequence[Operand], _: Any, *, problem: WeightOnlyProduct
+    operands: Sequence[Operand],
+    _: Any,
+    *,
+    problem: WeightOnlyProduct,
+    function: ScalarFunction | None,
+    read: _Read,
 ) -> PlannedKernel | Fallback:
+    if function is not None:
+        arrays = [x.aval for x in operands[len(operands) - len(read) :]]
+        outputs = [_ELEMENTS] * (function.elements - 1)
+        epilogue = epilogue_of(
+            cuda_text(function),
+            function,
+            [x.dtype for x in arrays],
+            [_strides(problem, dims) for dims in (*read, *outputs)],
+            batch=(problem.batch,),
+            m=problem.m,
+            products=1,
+            ragged=None,
+        )
+        problem = dataclasses.replace(problem, epilogue=epilogue)
     return planned_kernel([x.value for x in operands], plan_weight_only, problem)
+
+
+def _strides(problem: WeightOnlyProduct, dims: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of an array that is broadcast over all but some dimensions."""
+    sizes = problem.batch, problem.m, problem.n
+    return tuple(math.prod(sizes[j] for j in dims if j > i) if i in dims else 0 for i in _ELEMENTS)
 
 
 def _batch(*_: Any, **__: Any) -> Any:
@@ -152,7 +238,7 @@ _bind = define(
         sharding_rule=None,
         # CPUs have no call of it, but for GPUs that tests emulate.
         planners=dict.fromkeys(("cpu", "cuda"), Planner(no_refusal, _planned)),
-        describe=lambda *, problem: f"matmul by int{problem.bits}",
+        describe=lambda *, problem, **_: f"matmul by int{problem.bits}",
         several_results=True,
         like_results=_like_results,
     )

@@ -4,7 +4,8 @@ It contracts ``x`` of 16 bits or float32 with weights, whose last dimension is c
 and zero points follow the weights. With groups it is a grouped GEMM, and the bounds of the groups
 come next. With a function it has an epilogue, whose operands come last.
 
-A kernel of Hopper multiplies by integers as they are where it is predicted faster. Otherwise
+A kernel of Hopper multiplies by integers as they are where it is predicted faster, and applies
+functions of the elements. Otherwise
 weights are dequantised in float32, rounded to bfloat16 if that is the type of ``x``, and multiplied
 with float32 accumulators. Those for an ``x`` of float16 stay float32, because their range is that
 of their scales.
@@ -310,21 +311,31 @@ def _on_gpu(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
     factors = [x.aval for x in operands[: call.factors]]
     if why := weight_kernel.why_not(call.contraction, gpu, *factors):
         return _dequantised_first(why, **params)
-    has_function = call.function is not None
-    choice = weight_kernel.choice(call.contraction, gpu, *factors, has_function=has_function)
+    function = call.function
+    read = [*zip(operands[call.first_read :], call.operand_labels, strict=True)]
+    fused = function is not None and weight_kernel.applies(
+        function, call.contraction, factors[0], [(x.aval, labels) for x, labels in read]
+    )
+    apart = function is not None and not fused
+    choice = weight_kernel.choice(call.contraction, gpu, *factors, has_function=apart)
     if choice.candidate is None:
         return _dequantised_first(choice.reason, **params)
 
     def product(*operands: Array) -> list[Array]:
-        out_dtype = F32 if call.function is not None else call.out_dtype
-        found = weight_kernel.multiply(
-            call.contraction, *operands[: call.factors], out_dtype=out_dtype
+        multiply = functools.partial(
+            weight_kernel.multiply, call.contraction, *operands[: call.factors]
         )
-        if call.function is None:
+        read = operands[call.first_read :]
+        if function is None:
+            (found,) = multiply(out_dtype=call.out_dtype)
             return [found.astype(call.out_dtype)]
-        return call.elementwise()(found, *operands[call.first_read :])
+        if fused:
+            labelled = [*zip(read, call.operand_labels, strict=True)]
+            return multiply(out_dtype=function.out_dtypes[0], function=function, read=labelled)
+        return call.elementwise()(*multiply(out_dtype=F32), *read)
 
-    return Rewrite(f"a kernel reads the weights as they are; {choice.reason}", product)
+    how = "reads the weights as they are" + ", and applies the function" * fused
+    return Rewrite(f"a kernel {how}; {choice.reason}", product)
 
 
 _bind = define(

@@ -14,6 +14,7 @@
 // fragments of weights have, which `fragment_order.cuh` gives them.
 #pragma once
 
+#include "epilogue.cuh"
 #include "gemm/sm90/config.cuh"
 #include "gemm/sm90/operand.cuh"
 #include "gemm/sm90/pipeline.cuh"
@@ -52,6 +53,26 @@ inline constexpr bool weight_only_takes_registers(const WgmmaConfig& config) {
 inline constexpr int weight_only_threads(const WgmmaConfig& config) {
   return 128 * config.consumers + (weight_only_takes_registers(config) ? 128 : 32);
 }
+
+// Where the sums of a thread lie in the output, whose rows are tokens and whose columns are rows of
+// weights.
+struct WeightOnlyCoordinates {
+  static constexpr int kAdjacentColumns = 1;
+  static constexpr bool kConverged = false;
+  static constexpr bool kQuads = false;
+
+  // Those of the first one.
+  int first_row;
+  int first_column;
+  int matrix;
+  const WeightOnlyShape& shape;
+
+  int row(int i) const { return first_row + i / 4 * 8 + (i & 1); }
+  int column(int i) const { return first_column + (i >> 1 & 1) * 8; }
+  int rows() const { return shape.m; }
+  int columns() const { return shape.n; }
+  int batch(int) const { return matrix; }
+};
 
 // kGroup is the number of elements of a k-tile that have the same scale.
 template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
@@ -96,7 +117,8 @@ class WeightOnlyMatmul {
         first_tile_(split_ * shape.split_k_tiles),
         tiles_(min_of(shape.split_k_tiles, shape.k_tiles - first_tile_)) {}
 
-  void run(const TensorMap& weights, const TensorMap& x) {
+  template <class Epilogue>
+  void run(const TensorMap& weights, const TensorMap& x, const Epilogue& epilogue) {
     launch_dependents();
     if (threadIdx.x == 0) {
       prefetch_tensor_map(weights);
@@ -107,7 +129,7 @@ class WeightOnlyMatmul {
     __syncthreads();
     if (threadIdx.x / 128 < config.consumers) {
       if constexpr (kTakesRegisters) warpgroup_reg_alloc<232>();
-      consume();
+      consume(epilogue);
     } else {
       if constexpr (kTakesRegisters) warpgroup_reg_dealloc<40>();
       if (threadIdx.x % 128 == 0) produce(weights, x);
@@ -143,7 +165,8 @@ class WeightOnlyMatmul {
              full);
   }
 
-  void consume() {
+  template <class Epilogue>
+  void consume(const Epilogue& epilogue) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 % (4 * config.tile_consumers()) * 16;
     // Uniform in a warp for the compiler, which so keeps descriptors in uniform registers.
@@ -174,7 +197,10 @@ class WeightOnlyMatmul {
       add_results();
       if (first > 0) return;
     }
-    store(row, blockIdx.y * config.block_n + lane % 4 * 2);
+    const int token = blockIdx.y * config.block_n + lane % 4 * 2;
+    const WeightOnlyCoordinates at = {token, row, batch_, shape_};
+    epilogue(result_, at);
+    store(at);
   }
 
   // Elements behind the last group are zeros of x.
@@ -269,13 +295,13 @@ class WeightOnlyMatmul {
     }
   }
 
-  void store(int row, int token) const {
-    const int64 batch = static_cast<int64>(split_) * shape_.batches + batch_;
+  void store(const WeightOnlyCoordinates& at) const {
+    const int64 matrix = static_cast<int64>(split_) * shape_.batches + batch_;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int n = row + (i >> 1 & 1) * 8, m = token + i / 4 * 8 + (i & 1);
+      const int m = at.row(i), n = at.column(i);
       if (n >= shape_.n || m >= shape_.m) continue;
-      out_[(batch * shape_.m + m) * shape_.n + n] = from_float<Out>(result_[i]);
+      out_[(matrix * shape_.m + m) * shape_.n + n] = from_float<Out>(result_[i]);
     }
   }
 
@@ -296,13 +322,15 @@ class WeightOnlyMatmul {
 };
 
 template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
-          int kGroup, bool kZeros, int kCtas>
+          int kGroup, bool kZeros, int kCtas, class Epilogue = IdentityEpilogue,
+          typename... Operands>
 __global__ void __launch_bounds__(weight_only_threads(config), kCtas)
     weight_only_matmul(const __grid_constant__ TensorMap weights,
                        const __grid_constant__ TensorMap x, const Scale* scales, const Zero* zeros,
-                       Out* out, const __grid_constant__ WeightOnlyShape shape) {
+                       Out* out, const __grid_constant__ WeightOnlyShape shape,
+                       Operands... operands) {
   WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros>(shape, scales, zeros, out)
-      .run(weights, x);
+      .run(weights, x, Epilogue{operands...});
 }
 
 }  // namespace tilekern

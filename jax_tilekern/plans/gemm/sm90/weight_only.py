@@ -14,6 +14,8 @@ from jax_tilekern.compilation.cubin import Entry
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32
+from jax_tilekern.plans.gemm.epilogue import Epilogue
+from jax_tilekern.plans.gemm.epilogue_text import kernel_with_epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gpu import RESERVED_SHARED_BYTES, VECTOR_BYTES, WARP, Gpu
@@ -79,6 +81,8 @@ class WeightOnlyProduct:
         Number of products.
     x_batched, weights_batched
         Whether operands have the batch dimension.
+    epilogue
+        What is done to the sums; ``None`` for nothing. It has results of elements alone.
     """
 
     m: int
@@ -94,6 +98,7 @@ class WeightOnlyProduct:
     batch: int = 1
     x_batched: bool = True
     weights_batched: bool = True
+    epilogue: Epilogue | None = None
 
     @property
     def block_k(self) -> int:
@@ -185,7 +190,8 @@ def choose_weight_only(
 ) -> PolicyChoice[WeightOnlyCandidate]:
     """Choose the kernel, or the product of dequantised weights. ``refusal`` has been asked.
 
-    A function of the elements comes after the kernel, and is part of XLA's side.
+    A function of the elements that the kernel does not apply comes after it, and is part of XLA's
+    side.
     """
     tile = tile_of(problem, gpu)
     weights = problem.batch * problem.n * problem.k / 1e6
@@ -203,7 +209,7 @@ def choose_weight_only(
 
 
 def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan ``out`` of ``weights``, ``x``, ``scales``, and ``zeros`` if there are any.
+    """Plan ``out`` of ``weights``, ``x``, ``scales``, ``zeros`` if there are any, and an epilogue.
 
     ``weights`` are bytes of shape ``(batch, n, k * bits / 8)``. A first launch orders ``x`` along
     ``k`` as fragments of weights are, while weights are loaded.
@@ -216,10 +222,15 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
     if tiles[1] > MAX_GRID[1] or problem.batch * splits > MAX_GRID[2]:
         return NoKernel(f"{problem.m} rows of {problem.batch} products exceed a grid")
     has_zeros = problem.zero_dtype is not None
-    out = 3 + has_zeros
-    ordered = out + 1
+    epilogue = problem.epilogue
+    read, outputs = (epilogue.operands, epilogue.outputs) if epilogue else ((), ())
+    out = 3 + has_zeros + len(read)
+    ordered = out + 1 + len(outputs)
     partial = splits > 1
-    kernel = kernel_of(problem, tile, F32 if partial else problem.out_dtype)
+    if partial:
+        kernel = kernel_of(dataclasses.replace(problem, epilogue=None), tile, F32)
+    else:
+        kernel = kernel_of(problem, tile, problem.out_dtype)
     order = Kernel("gemm/sm90/fragment_order.cuh", f"tilekern::order_as_fragments<{problem.bits}>")
     kernels = [order, kernel]
     sums = None
@@ -230,7 +241,7 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
             lhs_strides=(m * problem.k, problem.k, 1), rhs_strides=(n * problem.k, 1, problem.k),
             out_strides=(m * n, n, 1),
         )  # fmt: skip
-        sums = SumPass(geometry, splits, F32, problem.out_dtype)
+        sums = SumPass(geometry, splits, F32, problem.out_dtype, epilogue)
         kernels.append(sums.kernel)
     compiled = compile_kernels(*kernels, arch=gpu.arch)
     shape = Scalars.pack(
@@ -259,6 +270,7 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
                 Buffer(3 if has_zeros else 2),
                 Buffer(ordered + 1 if partial else out),
                 shape,
+                *(epilogue.parameters(out) if epilogue and not partial else ()),
             ),
             shared_memory_bytes=tile.stages * _stage_bytes(problem, tile)
             + tile.result_bytes
@@ -272,7 +284,13 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
         name=f"weight_only_matmul int{problem.bits} {problem.dtype}",
         gpu=gpu,
         launches=overlapping(gpu, *launches),
-        alignments=(VECTOR_BYTES,) * 2 + (4,) * (1 + has_zeros) + (VECTOR_BYTES,),
+        alignments=(
+            *(VECTOR_BYTES,) * 2,
+            *(4,) * (1 + has_zeros),
+            *(x.alignment for x in read),
+            VECTOR_BYTES,
+            *(x.alignment for x in outputs),
+        ),
         workspace_bytes=(
             _rows_of_x(problem) * problem.chunks * _ROW_BYTES,
             *((sums.workspace_bytes,) if sums else ()),
@@ -342,10 +360,20 @@ def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Ker
     types = ", ".join(CXX_TYPES[x] for x in (problem.dtype, problem.scale_dtype, zero_dtype, out))
     group = min(problem.group, problem.block_k) if problem.group < problem.k else problem.block_k
     zeros = "true" if problem.zero_dtype else "false"
-    return Kernel(
+    plain = Kernel(
         "gemm/sm90/weight_only_matmul.cuh",
         f"tilekern::weight_only_matmul<{types}, {problem.bits}, {config}, {group}, {zeros}, "
         f"{tile.ctas}>",
+    )
+    if problem.epilogue is None:
+        return plain
+    return kernel_with_epilogue(
+        plain,
+        problem.epilogue,
+        columns=problem.n,
+        within_rows=problem.m % tile.tokens == 0,
+        within_columns=problem.n % tile.rows == 0,
+        tile_columns=tile.rows,
     )
 
 
