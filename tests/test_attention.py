@@ -240,6 +240,17 @@ def test_empty_sequences():
     np.testing.assert_array_equal(lse, -np.inf)
 
 
+def test_empty_batches_of_mapped_calls():
+    def attend(x, key, value, bias):
+        return jtk.attention(x, key, value, bias)
+
+    xs = [jnp.broadcast_to(x[:0], (5, 0, *x.shape[1:])) for x in (QUERY, KEY, VALUE)]
+    bias = jnp.zeros((5, 1, N, T, 1))
+    assert jax.vmap(attend)(*xs, bias).shape == (5, 0, T, N, D)
+    by_bias = jax.grad(lambda bias: jax.vmap(attend)(*xs, bias).sum())(bias)
+    np.testing.assert_array_equal(by_bias, np.zeros(bias.shape))
+
+
 def test_nan_stays_in_its_row():
     query = QUERY.at[1, 3, 2].set(jnp.nan)
     found = np.array(jtk.attention(query, KEY, VALUE, is_causal=True))

@@ -269,7 +269,7 @@ def _linear_recurrence(
     a: Any, b: Any, *, axis: int, reverse: bool = False, initial: Any = None
 ) -> Any:
     a, b = jnp.broadcast_arrays(a, b)
-    if initial is not None:
+    if initial is not None and a.shape[axis]:
         first = -1 if reverse else 0
         along = [first if i == axis % a.ndim else slice(None) for i in range(a.ndim)]
         b = b.at[tuple(along)].add(a[tuple(along)] * initial)

@@ -37,6 +37,15 @@ def _direction(draw: Draw, rank: int) -> tuple[int, bool]:
     return axis, draw.chance(0.5)
 
 
+def _rounded_twice(x, dtype):
+    """Return what a cast of float64 may differ by where it goes through float32, as on CPUs."""
+    if x.dtype != F64 or dtype.itemsize >= 4:
+        return np.zeros(x.shape)
+    middle = x.astype(F32)
+    below, above = (np.nextafter(middle, F32.type(to)).astype(dtype) for to in (-np.inf, np.inf))
+    return np.abs(wide(above) - wide(below))
+
+
 def cumulative(draw: Draw, name: str) -> Call:
     """Draw any axis, either direction, and types that are cast."""
     labels = draw.labels((1, 2, 2, 3)) if draw.only is None else "ab"
@@ -62,6 +71,7 @@ def cumulative(draw: Draw, name: str) -> Call:
         types = x.dtype, options.get("dtype", x.dtype)
         value = wide(x.astype(types[1]) if name != "cumlogsumexp" else x)
         terms = 4 * (length + 2) * unit(*types)
+        casts = _rounded_twice(x, types[1])
         if name == "cumlogsumexp":
             sums = _along(lambda x: np.logaddexp.accumulate(x, 0), axis, reverse, value)
             largest = np.abs(value).max(axis, keepdims=True, initial=0) + np.log(length + 1) + 1
@@ -71,8 +81,10 @@ def cumulative(draw: Draw, name: str) -> Call:
             products, above = scanned(value), scanned(np.maximum(np.abs(value), 1))
             with np.errstate(all="ignore"):
                 underflow = 4 * (length + 2) * 2.0**-126 * above
-                return [compared(result, products, terms * np.abs(products) + underflow)]
-        return [compared(result, scanned(value), terms * scanned(np.abs(value), np.add))]
+                relative = terms + scanned(casts / np.maximum(np.abs(value), 2.0**-126), np.add)
+                return [compared(result, products, relative * np.abs(products) + underflow)]
+        slack = terms * scanned(np.abs(value), np.add) + scanned(casts, np.add)
+        return [compared(result, scanned(value), slack)]
 
     def cotangent_errors(cotangents, cotangent, x):
         def sums(x):

@@ -52,8 +52,8 @@ class Block(NamedTuple):
         return query[:, None], key
 
     def part(self, x: Array, divisor: int | None, origins: Any) -> Array:
-        if divisor is not None:
-            x = x[self.indices(origins)[0] // divisor % x.shape[0]]
+        if divisor is not None or self.sizes[0] == 0:
+            x = x[self.indices(origins)[0] // (divisor or 1) % x.shape[0]]
         return x if x.ndim == 4 else x[:, None, None, None]
 
     def values(
