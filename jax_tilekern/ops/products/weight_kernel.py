@@ -15,6 +15,7 @@ from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.products.contraction import masked_product
 from jax_tilekern.ops.products.fused_lowering import epilogue_of
 from jax_tilekern.ops.products.scaled_operands import block_of_scales, dequantized
 from jax_tilekern.plans.contraction import Contraction, Labels
@@ -72,6 +73,8 @@ def applies(
     function: ScalarFunction, contraction: Contraction, x: Any, read: Sequence[tuple[Any, Labels]]
 ) -> bool:
     """Whether the kernel applies a function of the elements, which reads labelled arrays."""
+    if contraction.bounds:
+        return False
     by_element = not any(function.reductions) and not function.is_closure
     if not by_element or function.out_dtypes[0] not in (x.dtype, F32):
         return False
@@ -93,11 +96,15 @@ def multiply(
     scales: Array,
     zeros: Array | None = None,
     *,
+    bounds: Sequence[Array] = (),
     out_dtype: np.dtype[Any],
     function: ScalarFunction | None = None,
     read: Sequence[tuple[Array, Labels]] = (),
 ) -> list[Array]:
-    """Multiply by the weights, if nothing is why not, and apply a function, if ``applies``."""
+    """Multiply by the weights, if nothing is why not, and apply a function, if ``applies``.
+
+    Those of ragged rows have their bounds.
+    """
     problem = _problem(contraction, x, w, scales, zeros, out_dtype)
     shape = dict(zip((*contraction.lhs, *contraction.rhs), (*x.shape, *w.shape), strict=True))
     if w.dtype == _INT4:
@@ -108,6 +115,7 @@ def multiply(
     found = _bind(
         *(w, x, scales),
         *([] if zeros is None else [zeros]),
+        *bounds,
         *(y.reshape([sizes[i] for i in own]) for (y, _), own in zip(read, dims, strict=True)),
         problem=problem,
         function=function,
@@ -128,8 +136,13 @@ def _dims_of(c: Contraction, labels: Labels) -> tuple[int, ...] | None:
 
 
 def _is_of_rows(c: Contraction) -> bool:
-    """Whether the operands are ``(batch, m, k)`` and ``(batch, n, k)``, and the result agrees."""
+    """Whether the operands are ``(batch, m, k)`` and ``(batch, n, k)``, and the result agrees.
+
+    Those of ragged rows are ``(m, k)`` and ``(groups, n, k)``.
+    """
     *batch, n, k = c.rhs
+    if c.bounds:
+        return (c.lhs, c.rhs, c.out) == ((c.ragged, k), (*c.bounds, n, k), (c.ragged, n))
     if c.lhs[-1] != k or c.out[-1] != n:
         return False
     shared = [label for label in batch if label in c.lhs]
@@ -157,13 +170,16 @@ def _problem(
         row_block={n: 1, 1: max(n, 1)}.get(rows, BLOCK),
         batch=math.prod(batch),
         x_batched=x_batched,
+        ragged=bool(c.bounds),
     )
 
 
-# The primitive. Its operands are the bytes of the weights, x, scales, zero points, and what a
-# function of the elements reads. Arrays of these have some of batch, rows of x and rows of weights.
+# The primitive. Its operands are the bytes of the weights, x, scales, zero points, bounds of ragged
+# rows, and what a function of the elements reads. Arrays of these have some of batch, rows of x and
+# rows of weights.
 
 _ELEMENTS = (0, 1, 2)
+_RAGGED = Contraction((0, 1), (2, 3, 1), (0, 3), (2,), 0, 2)
 _Read = tuple[tuple[int, ...], ...]
 
 
@@ -181,6 +197,11 @@ def _reference(
     of_weights = 1 + (problem.zero_dtype is not None)
     weights = dequantized(w, *others[:of_weights])
     weights = weights.reshape(problem.batch, problem.n, problem.k)
+    if problem.ragged:
+        layout: dict[str, Any] = {"contraction": _RAGGED, "precision": lax.Precision.HIGHEST}
+        rows = x.reshape(problem.m, problem.k).astype(F32)
+        product = masked_product(rows, weights, others[-1], **layout, out_dtype=F32)
+        return [product.astype(problem.out_dtype)]
     x = x.reshape(problem.batch if problem.x_batched else 1, problem.m, problem.k)
     found = jnp.einsum("bmk,bnk->bmn", x.astype(F32), weights, precision="highest")
     if function is None:
@@ -192,7 +213,8 @@ def _like_results(
     *_: Array, problem: WeightOnlyProduct, function: ScalarFunction | None, read: _Read
 ) -> list[Array]:
     dtypes = (problem.out_dtype,) if function is None else function.out_dtypes
-    return [jnp.zeros((problem.batch, problem.m, problem.n), dtype) for dtype in dtypes]
+    batch = () if problem.ragged else (problem.batch,)
+    return [jnp.zeros((*batch, problem.m, problem.n), dtype) for dtype in dtypes]
 
 
 def _planned(

@@ -306,8 +306,6 @@ def _on_cpu(_operands: Any, _results: Any, **params: Any) -> Rewrite:
 def _on_gpu(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
     """Multiply by a kernel that reads the weights as they are, or dequantise them first."""
     call, gpu = _Call(**params), current_gpu()
-    if call.is_grouped:
-        return _dequantised_first("kernels of groups do not read them as they are", **params)
     factors = [x.aval for x in operands[: call.factors]]
     if why := weight_kernel.why_not(call.contraction, gpu, *factors):
         return _dequantised_first(why, **params)
@@ -322,17 +320,18 @@ def _on_gpu(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
         return _dequantised_first(choice.reason, **params)
 
     def product(*operands: Array) -> list[Array]:
+        rest = operands[call.factors :]
+        bounds, read = rest[: call.is_grouped], rest[call.is_grouped :]
         multiply = functools.partial(
-            weight_kernel.multiply, call.contraction, *operands[: call.factors]
+            weight_kernel.multiply, call.contraction, *operands[: call.factors], bounds=bounds
         )
-        read = operands[call.first_read :]
         if function is None:
             (found,) = multiply(out_dtype=call.out_dtype)
             return [found.astype(call.out_dtype)]
         if fused:
             labelled = [*zip(read, call.operand_labels, strict=True)]
             return multiply(out_dtype=function.out_dtypes[0], function=function, read=labelled)
-        return call.elementwise()(*multiply(out_dtype=F32), *read)
+        return call.elementwise()(*multiply(out_dtype=F32), *rest)
 
     how = "reads the weights as they are" + ", and applies the function" * fused
     return Rewrite(f"a kernel {how}; {choice.reason}", product)

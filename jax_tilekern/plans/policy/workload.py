@@ -277,7 +277,7 @@ def weight_workload(product: WeightOnlyProduct, estimate: float) -> Workload:
     total = weights * product.bits / 8
     arithmetic = _SHORT_NAMES[product.dtype.name]
     return Workload(
-        "product by weights", weights * product.m, total, arithmetic, (), estimate=estimate
+        "product by weights", product.multiply_adds, total, arithmetic, (), estimate=estimate
     )
 
 

@@ -8,7 +8,7 @@
 //
 // MMAs compute the transpose: weights are lhs and pass through registers, where they become
 // integers in 16-bit floats, and rows of x are columns. Scales multiply the sums of a group in
-// float32. A CTA has one tile; one thread of a warp of its own loads k-tiles by TMA. A k-tile has
+// float32. One thread of a warp of its own loads the k-tiles of a CTA by TMA. A k-tile has
 // 128 bytes of each row of weights. Cooperative consumers have 64 rows of weights each, and others
 // alternate k-tiles of the same rows. Rows of x have the order along k that
 // fragments of weights have, which `fragment_order.cuh` gives them.
@@ -19,28 +19,10 @@
 #include "gemm/sm90/operand.cuh"
 #include "gemm/sm90/pipeline.cuh"
 #include "gemm/sm90/weight_fragments.cuh"
+#include "gemm/sm90/weight_only_tiles.cuh"
 #include "ptx.cuh"
 
 namespace tilekern {
-
-// Run-time sizes; `WeightOnlyProduct` in `plans/gemm/sm90/weight_only.py` packs the same fields in
-// the same order.
-struct WeightOnlyShape {
-  int32 m;
-  int32 n;
-  // Elements along k of a group, and groups; rows of weights that share scales, and rows of scales.
-  int32 group;
-  int32 groups;
-  int32 row_block;
-  int32 row_blocks;
-  // All k-tiles, and those of each split-K part, whose sums are an output of their own.
-  int32 k_tiles;
-  int32 split_k_tiles;
-  int32 batches;
-  // 1 for an operand that has the batch dimension, otherwise 0.
-  int32 x_step;
-  int32 weights_step;
-};
 
 extern __shared__ __align__(1024) unsigned char weight_only_shared[];
 
@@ -64,19 +46,19 @@ struct WeightOnlyCoordinates {
   // Those of the first one.
   int first_row;
   int first_column;
-  int matrix;
+  const WeightOnlyTile& tile;
   const WeightOnlyShape& shape;
 
   int row(int i) const { return first_row + i / 4 * 8 + (i & 1); }
   int column(int i) const { return first_column + (i >> 1 & 1) * 8; }
-  int rows() const { return shape.m; }
+  int rows() const { return tile.end; }
   int columns() const { return shape.n; }
-  int batch(int) const { return matrix; }
+  int batch(int) const { return tile.out; }
 };
 
 // kGroup is the number of elements of a k-tile that have the same scale.
 template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
-          int kGroup, bool kZeros>
+          int kGroup, bool kZeros, class Tiles>
 class WeightOnlyMatmul {
   static constexpr int kChunk = 64;
   static constexpr int kChunks = config.block_k / kChunk;
@@ -101,21 +83,22 @@ class WeightOnlyMatmul {
   static constexpr bool kTakesRegisters = weight_only_takes_registers(config);
   static_assert(config.block_k * kBits == 8 * kTileRowBytes && config.block_k % kGroup == 0);
   static constexpr int kKConsumers = config.consumers / config.tile_consumers();
+  static constexpr int kResultsBytes = (kKConsumers - 1) * kCount * 128 * 4;
   static_assert(config.consumer_m() == 64);
+  // Which consumer has which k-tiles of a later tile depends on its place: two sums commute.
+  static_assert(!Tiles::kMany || kKConsumers <= 2);
 
  public:
-  WeightOnlyMatmul(const WeightOnlyShape& shape, const Scale* scales, const Zero* zeros, Out* out)
+  WeightOnlyMatmul(const WeightOnlyShape& shape, const Tiles& tiles, const Scale* scales,
+                   const Zero* zeros, Out* out)
       : shape_(shape),
+        tiles_(tiles),
         scales_(scales),
         zeros_(zeros),
         out_(out),
         stages_(shared_address(weight_only_shared)),
         pipeline_(stages_, stages_, stages_ + Pipeline::kStagesBytes),
-        results_(stages_ + Pipeline::kStagesBytes + Pipeline::kBarriersBytes),
-        batch_(blockIdx.z % shape.batches),
-        split_(blockIdx.z / shape.batches),
-        first_tile_(split_ * shape.split_k_tiles),
-        tiles_(min_of(shape.split_k_tiles, shape.k_tiles - first_tile_)) {}
+        results_(stages_ + Pipeline::kStagesBytes + Pipeline::kBarriersBytes) {}
 
   template <class Epilogue>
   void run(const TensorMap& weights, const TensorMap& x, const Epilogue& epilogue) {
@@ -126,6 +109,8 @@ class WeightOnlyMatmul {
       pipeline_.init();
       fence_barrier_init();
     }
+    tiles_.prepare(weight_only_shared + Pipeline::kStagesBytes + Pipeline::kBarriersBytes +
+                   kResultsBytes);
     __syncthreads();
     if (threadIdx.x / 128 < config.consumers) {
       if constexpr (kTakesRegisters) warpgroup_reg_alloc<232>();
@@ -139,30 +124,31 @@ class WeightOnlyMatmul {
  private:
   // Weights do not depend on the launch before, which orders rows of x.
   void produce(const TensorMap& weights, const TensorMap& x) const {
-    const int early = min_of(config.stages, tiles_);
-    for (int tile = 0; tile < early; ++tile) load_weights(weights, tile, tile);
-    wait_for_prerequisites();
+    WeightOnlyTile tile;
     typename Pipeline::State state;
-    for (int tile = 0; tile < tiles_; ++tile, state.advance()) {
-      if (tile >= early) {
-        pipeline_.wait_empty(state);
-        load_weights(weights, tile, state.stage);
+    for (int number = 0; tiles_.find(number, tile); ++number) {
+      const int early = number > 0 ? 0 : min_of(config.stages, tile.k_tiles);
+      for (int i = 0; i < early; ++i) load_weights(weights, tile, i, i);
+      if (number == 0) wait_for_prerequisites();
+      for (int i = 0; i < tile.k_tiles; ++i, state.advance()) {
+        if (i >= early) {
+          pipeline_.wait_empty(state);
+          load_weights(weights, tile, i, state.stage);
+        }
+        tma_load(pipeline_.stage(state.stage) + kWeightBytes, x,
+                 {{0, tile.token, (tile.first_k_tile + i) * kChunks, tile.x, 0}},
+                 pipeline_.full(state.stage));
       }
-      tma_load(pipeline_.stage(state.stage) + kWeightBytes, x,
-               {{0, static_cast<int>(blockIdx.y) * config.block_n, (first_tile_ + tile) * kChunks,
-                 batch_ * shape_.x_step, 0}},
-               pipeline_.full(state.stage));
     }
   }
 
   // The barrier of the stage counts the bytes of x, too.
-  void load_weights(const TensorMap& weights, int tile, int stage) const {
+  void load_weights(const TensorMap& weights, const WeightOnlyTile& tile, int k_tile,
+                    int stage) const {
     const uint32 full = pipeline_.full(stage);
     mbarrier_arrive_expect_tx(full, kStageBytes);
     tma_load(pipeline_.stage(stage), weights,
-             {{(first_tile_ + tile) * kTileRowBytes, static_cast<int>(blockIdx.x) * config.block_m,
-               batch_ * shape_.weights_step, 0, 0}},
-             full);
+             {{(tile.first_k_tile + k_tile) * kTileRowBytes, tile.row, tile.weights, 0, 0}}, full);
   }
 
   template <class Epilogue>
@@ -172,35 +158,40 @@ class WeightOnlyMatmul {
     // Uniform in a warp for the compiler, which so keeps descriptors in uniform registers.
     const int first = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0) % kKConsumers;
     const Fragments fragments(warp_row, lane, shape_.m);
-    const int row = blockIdx.x * config.block_m + warp_row + lane / 4;
-    int64 first_group[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64 block = static_cast<int64>(batch_ * shape_.weights_step) * shape_.row_blocks +
-                          min_of(row + 8 * half, shape_.n - 1) / shape_.row_block;
-      first_group[half] = block * shape_.groups;
-    }
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) result_[i] = 0;
     typename Pipeline::State state;
     state.skip(first);
-    if (kAhead) load_scales(first_group, first_tile_ + first);
-    for (int tile = first; tile < tiles_; tile += kKConsumers, state.skip(kKConsumers)) {
-      if (!kAhead) load_scales(first_group, first_tile_ + tile);
-      take_scales();
-      if (kAhead) load_scales(first_group, first_tile_ + tile + kKConsumers);
-      pipeline_.wait_full(state);
-      multiply_tile(fragments, pipeline_.stage(state.stage));
-      pipeline_.release(state.stage);
+    WeightOnlyTile tile;
+    // The k-tile of the consumer that is next, from the first one of the tile on.
+    int next = first;
+    for (int number = 0; tiles_.find(number, tile); ++number) {
+      const int row = tile.row + warp_row + lane / 4;
+      int64 first_group[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64 block = static_cast<int64>(tile.weights) * shape_.row_blocks +
+                            min_of(row + 8 * half, shape_.n - 1) / shape_.row_block;
+        first_group[half] = block * shape_.groups;
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) result_[i] = 0;
+      if (kAhead) load_scales(first_group, tile.first_k_tile + next);
+      for (; next < tile.k_tiles; next += kKConsumers, state.skip(kKConsumers)) {
+        if (!kAhead) load_scales(first_group, tile.first_k_tile + next);
+        take_scales();
+        if (kAhead) load_scales(first_group, tile.first_k_tile + next + kKConsumers);
+        pipeline_.wait_full(state);
+        multiply_tile(fragments, pipeline_.stage(state.stage));
+        pipeline_.release(state.stage);
+      }
+      next -= tile.k_tiles;
+      if constexpr (kKConsumers > 1) {
+        add_results();
+        if (first > 0) continue;
+      }
+      const WeightOnlyCoordinates at = {tile.token + lane % 4 * 2, row, tile, shape_};
+      epilogue(result_, at);
+      store(at);
     }
-    if constexpr (kKConsumers > 1) {
-      add_results();
-      if (first > 0) return;
-    }
-    const int token = blockIdx.y * config.block_n + lane % 4 * 2;
-    const WeightOnlyCoordinates at = {token, row, batch_, shape_};
-    epilogue(result_, at);
-    store(at);
   }
 
   // Elements behind the last group are zeros of x.
@@ -282,11 +273,13 @@ class WeightOnlyMatmul {
     const auto address = [&](int other, int i) {
       return results_ + ((other * kCount + i) * 128 + threadIdx.x % 128) * 4;
     };
+    // The first consumer has read those of the tile before.
+    if constexpr (Tiles::kMany) sync_consumers();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if (consumer > 0) store_shared(address(consumer - 1, i), result_[i]);
     }
-    asm volatile("bar.sync %0, %1;" ::"r"(1), "n"(128 * config.consumers) : "memory");
+    sync_consumers();
     if (consumer > 0) return;
 #pragma unroll
     for (int other = 0; other < kKConsumers - 1; ++other) {
@@ -295,24 +288,28 @@ class WeightOnlyMatmul {
     }
   }
 
+  static void sync_consumers() {
+    asm volatile("bar.sync %0, %1;" ::"r"(1), "n"(128 * config.consumers) : "memory");
+  }
+
   void store(const WeightOnlyCoordinates& at) const {
-    const int64 matrix = static_cast<int64>(split_) * shape_.batches + batch_;
+    const int64 first = static_cast<int64>(at.tile.out) * shape_.m;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int m = at.row(i), n = at.column(i);
-      if (n >= shape_.n || m >= shape_.m) continue;
-      out_[(matrix * shape_.m + m) * shape_.n + n] = from_float<Out>(result_[i]);
+      if (n >= shape_.n || m >= at.rows()) continue;
+      out_[(first + m) * shape_.n + n] = from_float<Out>(result_[i]);
     }
   }
 
   const WeightOnlyShape& shape_;
+  Tiles tiles_;
   const Scale* scales_;
   const Zero* zeros_;
   Out* out_;
   uint32 stages_;
   Pipeline pipeline_;
   uint32 results_;
-  int batch_, split_, first_tile_, tiles_;
   Scale loaded_scales_[kGroups][2];
   Zero loaded_zeros_[kGroups][2];
   float factors_[kGroups][2];
@@ -329,7 +326,9 @@ __global__ void __launch_bounds__(weight_only_threads(config), kCtas)
                        const __grid_constant__ TensorMap x, const Scale* scales, const Zero* zeros,
                        Out* out, const __grid_constant__ WeightOnlyShape shape,
                        Operands... operands) {
-  WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros>(shape, scales, zeros, out)
+  using Tiles = WeightOnlyGrid<config>;
+  WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros, Tiles>(shape, Tiles(shape),
+                                                                              scales, zeros, out)
       .run(weights, x, Epilogue{operands...});
 }
 

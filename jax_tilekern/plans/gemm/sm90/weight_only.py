@@ -19,6 +19,7 @@ from jax_tilekern.plans.gemm.epilogue_text import kernel_with_epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gpu import RESERVED_SHARED_BYTES, VECTOR_BYTES, WARP, Gpu
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, max_tiles, pack_groups
 from jax_tilekern.plans.launch import (
     MAX_GRID,
     Buffer,
@@ -39,6 +40,7 @@ _ORDER_THREADS = 128
 _TOKENS = (8, 16, 32, 64, 128)
 _ITEM_BYTES = 2
 _MAX_STAGES = 12
+_MOST_SPANS_BYTES = 16384
 _BARRIERS_BYTES = 2 * 8 * _MAX_STAGES
 # A part of k has so many k-tiles at least, so that its partial sums are few beside its operands.
 _SPLIT_K_TILES = 4
@@ -83,6 +85,8 @@ class WeightOnlyProduct:
         Whether operands have the batch dimension.
     epilogue
         What is done to the sums; ``None`` for nothing. It has results of elements alone.
+    ragged
+        Whether ``x`` is ``[m, k]``, and consecutive rows of it have a matrix of the batch each.
     """
 
     m: int
@@ -99,6 +103,31 @@ class WeightOnlyProduct:
     x_batched: bool = True
     weights_batched: bool = True
     epilogue: Epilogue | None = None
+    ragged: bool = False
+
+    @property
+    def multiply_adds(self) -> int:
+        """Those of the product."""
+        return self.m * self.n * self.k * (1 if self.ragged else self.batch)
+
+    @property
+    def rows_of_matrix(self) -> int:
+        """Rows of ``x`` that a matrix has, of ragged ones twice the average."""
+        return min(self.m, 2 * math.ceil(self.m / self.batch)) if self.ragged else self.m
+
+    @property
+    def geometry_of_groups(self) -> GroupedGeometry:
+        """The product of ragged rows."""
+        return GroupedGeometry(
+            batch=(self.batch,), m=self.m, n=self.n, k=self.k,
+            lhs_strides=(0, self.k, 1), rhs_strides=(self.n * self.k, 1, self.k),
+            out_strides=(0, self.n, 1), ragged="m", bounds_strides=(),
+        )  # fmt: skip
+
+    @property
+    def spans_bytes(self) -> int:
+        """Shared memory of the numbers of the tiles that ragged rows have."""
+        return 4 * (self.geometry_of_groups.spans + 1) if self.ragged else 0
 
     @property
     def block_k(self) -> int:
@@ -165,6 +194,8 @@ def refusal(problem: WeightOnlyProduct, gpu: Gpu) -> str:
         return f"a size of {max(problem.m, problem.n, problem.k)} exceeds {_MOST_ELEMENTS}"
     if min(problem.m, problem.n, problem.k, problem.batch) == 0:
         return "there is nothing to multiply"
+    if problem.spans_bytes > _MOST_SPANS_BYTES:
+        return f"tiles of {problem.batch} groups have no room in shared memory"
     return ""
 
 
@@ -194,16 +225,20 @@ def choose_weight_only(
     side.
     """
     tile = tile_of(problem, gpu)
-    weights = problem.batch * problem.n * problem.k / 1e6
-    token_tiles = math.ceil(problem.m / tile.tokens)
-    row_tiles = math.ceil(problem.n / tile.rows) * token_tiles * problem.batch
-    ours = _LAUNCH + token_tiles * weights / _WEIGHTS_IN_A_MICROSECOND[problem.bits][tile.tokens]
+    matrix = problem.n * problem.k / 1e6
+    weights = problem.batch * matrix
+    token_tiles = math.ceil(problem.m / tile.tokens) * problem.batch
+    if problem.ragged:
+        # Each matrix that has rows has a tile that is not full.
+        token_tiles = problem.m // tile.tokens + min(problem.batch, problem.m)
+    row_tiles = math.ceil(problem.n / tile.rows) * token_tiles
+    ours = _LAUNCH + token_tiles * matrix / _WEIGHTS_IN_A_MICROSECOND[problem.bits][tile.tokens]
     ours += _NEXT_LAUNCH * (_split(problem, row_tiles, tile, gpu)[0] > 1)
     if has_function:
-        elements = problem.batch * problem.m * problem.n
+        elements = problem.multiply_adds / problem.k
         ours += _NEXT_LAUNCH + 2 * F32.itemsize * elements / _WRITTEN_BYTES
     xla = _LAUNCHES + weights / _DEQUANTISED
-    xla += max(weights / _READ, problem.m * weights / _MULTIPLIED)
+    xla += max(weights / _READ, problem.multiply_adds / 1e6 / _MULTIPLIED)
     candidate = WeightOnlyCandidate(problem, ours * gpu.rates.cycles_per_microsecond)
     return choose(weight_workload(problem, xla), [candidate], gpu)
 
@@ -211,7 +246,8 @@ def choose_weight_only(
 def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan ``out`` of ``weights``, ``x``, ``scales``, ``zeros`` if there are any, and an epilogue.
 
-    ``weights`` are bytes of shape ``(batch, n, k * bits / 8)``. A first launch orders ``x`` along
+    Bounds of ragged rows come before what the epilogue reads. ``weights`` are bytes of shape
+    ``(batch, n, k * bits / 8)``. A first launch orders ``x`` along
     ``k`` as fragments of weights are, while weights are loaded.
     """
     if why := refusal(problem, gpu):
@@ -219,12 +255,17 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
     tile = tile_of(problem, gpu)
     tiles = math.ceil(problem.n / tile.rows), math.ceil(problem.m / tile.tokens)
     splits, split_k_tiles = _split(problem, math.prod(tiles) * problem.batch, tile, gpu)
-    if tiles[1] > MAX_GRID[1] or problem.batch * splits > MAX_GRID[2]:
+    grid = *tiles, problem.batch * splits
+    if problem.ragged:
+        most = tiles[0] * max_tiles(problem.geometry_of_groups, tile.tokens)
+        grid = min(most, gpu.available_sms * tile.ctas), 1, 1
+    if grid[1] > MAX_GRID[1] or grid[2] > MAX_GRID[2]:
         return NoKernel(f"{problem.m} rows of {problem.batch} products exceed a grid")
     has_zeros = problem.zero_dtype is not None
     epilogue = problem.epilogue
     read, outputs = (epilogue.operands, epilogue.outputs) if epilogue else ((), ())
-    out = 3 + has_zeros + len(read)
+    bounds = 3 + has_zeros
+    out = bounds + problem.ragged + len(read)
     ordered = out + 1 + len(outputs)
     partial = splits > 1
     if partial:
@@ -262,31 +303,34 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
         _order_launch(problem, compiled.entry(order.name), ordered),
         Launch(
             entry=compiled.entry(kernel.name),
-            grid=(*tiles, problem.batch * splits),
+            grid=grid,
             block=(tile.threads, 1, 1),
             parameters=(
                 *_maps(problem, tile, ordered),
                 Buffer(2),
                 Buffer(3 if has_zeros else 2),
+                *([Buffer(bounds)] if problem.ragged else []),
                 Buffer(ordered + 1 if partial else out),
                 shape,
+                *([pack_groups(problem.geometry_of_groups)] if problem.ragged else []),
                 *(epilogue.parameters(out) if epilogue and not partial else ()),
             ),
             shared_memory_bytes=tile.stages * _stage_bytes(problem, tile)
             + tile.result_bytes
-            + _BARRIERS_BYTES,
+            + _BARRIERS_BYTES
+            + problem.spans_bytes,
         ),
     ]
     if sums is not None:
         launches.append(sums.launch(compiled, Buffer(ordered + 1), Buffer(out)))
-    text = f"{tile.rows}x{tile.tokens} tiles of the transpose"
+    text = f"{tile.rows}x{tile.tokens} tiles of the transpose{' by groups' * problem.ragged}"
     return LaunchPlan(
         name=f"weight_only_matmul int{problem.bits} {problem.dtype}",
         gpu=gpu,
         launches=overlapping(gpu, *launches),
         alignments=(
             *(VECTOR_BYTES,) * 2,
-            *(4,) * (1 + has_zeros),
+            *(4,) * (1 + has_zeros + problem.ragged),
             *(x.alignment for x in read),
             VECTOR_BYTES,
             *(x.alignment for x in outputs),
@@ -313,7 +357,7 @@ def tile_of(problem: WeightOnlyProduct, gpu: Gpu) -> Tile:
     # Scales and zero points of groups of 32 take registers, too.
     many_zeros = problem.zero_dtype is not None and problem.group == _GROUPS[0]
     possible = _TOKENS[:-2] if many_zeros else _TOKENS
-    tokens = next((x for x in possible if x >= problem.m), possible[-1])
+    tokens = next((x for x in possible if x >= problem.rows_of_matrix), possible[-1])
     # So do zero points beside another CTA of an SM.
     few = tokens <= _TOKENS[1 if problem.zero_dtype is None else 0]
     tile = Tile(
@@ -324,12 +368,15 @@ def tile_of(problem: WeightOnlyProduct, gpu: Gpu) -> Tile:
         ctas=2 if few else 1,
     )
     room = (gpu.shared_memory_bytes + RESERVED_SHARED_BYTES) // tile.ctas - RESERVED_SHARED_BYTES
-    stages = (room - tile.result_bytes - _BARRIERS_BYTES) // _stage_bytes(problem, tile)
+    room -= tile.result_bytes + _BARRIERS_BYTES + problem.spans_bytes
+    stages = room // _stage_bytes(problem, tile)
     return dataclasses.replace(tile, stages=min(stages, _MAX_STAGES))
 
 
 def _split(problem: WeightOnlyProduct, tiles: int, tile: Tile, gpu: Gpu) -> tuple[int, int]:
     """Return parts of k, and k-tiles of each: as many CTAs as a GPU holds, if there are fewer."""
+    if problem.ragged:
+        return 1, problem.k_tiles
     slots = gpu.available_sms * tile.ctas
     most = max(1, problem.k_tiles // _SPLIT_K_TILES)
     split_k_tiles = math.ceil(problem.k_tiles / min(most, max(1, slots // tiles)))
@@ -360,9 +407,10 @@ def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Ker
     types = ", ".join(CXX_TYPES[x] for x in (problem.dtype, problem.scale_dtype, zero_dtype, out))
     group = min(problem.group, problem.block_k) if problem.group < problem.k else problem.block_k
     zeros = "true" if problem.zero_dtype else "false"
+    folder, name = ("grouped_", "ragged_") if problem.ragged else ("", "")
     plain = Kernel(
-        "gemm/sm90/weight_only_matmul.cuh",
-        f"tilekern::weight_only_matmul<{types}, {problem.bits}, {config}, {group}, {zeros}, "
+        f"{folder}gemm/sm90/weight_only_matmul.cuh",
+        f"tilekern::weight_only_{name}matmul<{types}, {problem.bits}, {config}, {group}, {zeros}, "
         f"{tile.ctas}>",
     )
     if problem.epilogue is None:
