@@ -1,7 +1,8 @@
 """``small_weights``: products by weights of 4 and 8 bits, and their errors.
 
 ``ours`` is the library at its defaults. ``XLA`` multiplies by dequantised weights, and
-``bfloat16`` by weights of bfloat16, which take four times or twice the bytes.
+``bfloat16`` by weights of bfloat16, which take four times or twice the bytes. Those of layers of
+experts are ``jtk.moe``, too.
 
 ``small_weights_accuracy`` compares the same sides with float64. What is exact is the product of the
 dequantised weights, and for ``bfloat16`` that of its own.
@@ -15,10 +16,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
+from benchmarks import moe
 from benchmarks.programs import (
     Arrays,
     Errors,
@@ -46,6 +49,40 @@ _CHECKED = 64
 def _operands(m: int, n: int, k: int, dtype: Any) -> Arrays:
     x, w = random_arrays(((m, k), _BF16), ((n, k), _BF16))
     return x, w, *jtk.quantize(w, block=(1, _GROUP), dtype=dtype)
+
+
+# Tokens of a layer of experts.
+_DECODED = 1, 16, 64
+
+
+def _experts(sizes: moe.Sizes) -> Arrays:
+    """Return a layer's arguments, and its quantised matrices, of which the plain ones are made."""
+    x, *matrices, weights, indices = moe.operands(sizes)
+    small = jtk.quantize_weights(matrices, lambda *_: True, block=(1, _GROUP))
+    arrays = jax.jit(lambda small: [w.array() for w in small])(small)
+    return x, weights, indices, arrays, small
+
+
+def _layer(given: Any, matrices: Any) -> Any:
+    (x, weights, indices, *_), (up, gate, down) = given, matrices
+    return jtk.moe(x, up, down, weights, indices, w_gate=gate)
+
+
+def _layers() -> Iterator[Program]:
+    sizes = moe.SIZES[on_gpu()][f"{'128' if on_gpu() else '8'} experts"]
+    sides = {
+        "ours": lambda *args: _layer(args, args[-1]),
+        "bfloat16": lambda *args: _layer(args, args[-2]),
+        "dequantised": lambda *args: _layer(args, [w.array() for w in args[-1]]),
+    }
+    for tokens in _DECODED:
+        yield Program(
+            f"moe int4, {sizes.experts} experts, decode of {tokens}",
+            functools.partial(_experts, sizes._replace(tokens=tokens)),
+            sides,
+            group="`moe` by int4",
+            peer="bfloat16",
+        )
 
 
 def _ours(x: Any, _: Any, values: Any, scales: Any) -> Any:
@@ -81,6 +118,7 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
                     group=f"`scaled_matmul` by {name}",
                     margin=1.0,
                 )
+    yield from _layers()
 
 
 # Errors. A result of float32 has those of the sums, and one of bfloat16 its rounding beside.

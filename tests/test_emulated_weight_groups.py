@@ -1,4 +1,4 @@
-"""Kernels of grouped products with weights of 4 and 8 bits, emulated on a CPU."""
+"""Kernels of grouped GEMMs with weights of 4 and 8 bits, emulated on a CPU."""
 
 import dataclasses
 import itertools
@@ -162,3 +162,46 @@ def test_the_policy_takes_the_kernel_where_models_decode():
 
     with gpu_target("H200"):
         assert all("predicted faster than XLA" in reason(rows) for rows in (8, 128, 512))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.one_in(2)
+def test_moe(rng, gated):
+    """Experts without tokens have NaN scales; a token has an expert out of bounds."""
+    tokens, features, hidden, experts = 5, 64, 96, 4
+    shapes = {
+        "w_up": (features, hidden),
+        "w_gate": (features, hidden),
+        "w_down": (hidden, features),
+    }
+    if not gated:
+        del shapes["w_gate"]
+    arrays = {
+        name: jnp.asarray(rng.standard_normal((experts, *shape)) / 8, BF16)
+        for name, shape in shapes.items()
+    }
+    small = jtk.quantize_weights(arrays, lambda *_: True, block=(1, 32))
+    exact = {name: weights.array() for name, weights in small.items()}
+    idle = {
+        name: dataclasses.replace(weights, scales=weights.scales.at[2].set(np.nan))
+        for name, weights in small.items()
+    }
+    x = jnp.asarray(rng.standard_normal((tokens, features)), BF16)
+    weights = jnp.asarray(rng.uniform(size=(tokens, 2)), BF16)
+    indices = jnp.array([[0, 1], [1, 3], [3, 0], [0, 4], [1, 0]])
+
+    def layer(x, weights, matrices):
+        up, down, *gate = (matrices[name] for name in ("w_up", "w_down", "w_gate")[: len(matrices)])
+        return jtk.moe(x, up, down, weights, indices, w_gate=gate[0] if gate else None)
+
+    def loss(x, weights, matrices):
+        return (layer(x, weights, matrices).astype(F32) ** 2).sum()
+
+    wanted = layer(x, weights, exact), *jax.grad(loss, (0, 1))(x, weights, exact)
+    with emulated_gpu() as ran:
+        found = layer(x, weights, idle), *jax.grad(loss, (0, 1))(x, weights, idle)
+    by_weights = [plan for plan in ran if plan.name.startswith("weight_only")]
+    assert len(by_weights) >= len(shapes)
+    for own, other in zip(found, wanted, strict=True):
+        scale = np.abs(np.float64(other)).max()
+        np.testing.assert_allclose(np.float64(own) / scale, np.float64(other) / scale, atol=0.03)

@@ -43,13 +43,14 @@ _RESULT: Dims = (TOKENS, FEATURES)
 Names = tuple[str, ...]
 
 
-def is_one_call(arrays: Mapping[str, Array]) -> bool:
+def is_one_call(arrays: Mapping[str, Any]) -> bool:
     """Return whether several devices may compute a layer, by shardings that only XLA knows."""
-    if max(map(_most_devices, arrays.values())) == 1:
+    leaves = jax.tree.leaves(arrays)
+    if max(map(_most_devices, leaves)) == 1:
         return False
     if jax.sharding.get_abstract_mesh().manual_axes:
         return False
-    if any(compat.explicit_sharding(jax.typeof(x)) is not None for x in arrays.values()):
+    if any(compat.explicit_sharding(jax.typeof(x)) is not None for x in leaves):
         return False
     return 0 not in (*arrays["x"].shape, *arrays["w_up"].shape, *arrays["indices"].shape)
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_tilekern.epilogue.scalar_function import Role
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.custom_rules import custom_jvp
 from jax_tilekern.interop.global_modes import mode_independent
@@ -28,6 +29,7 @@ from jax_tilekern.ops.products.contraction import contract
 from jax_tilekern.ops.products.fused_contraction import (
     contract_with_epilogue,
 )
+from jax_tilekern.ops.products.quantized_weights import QuantizedWeights, multiply_by
 from jax_tilekern.ops.products.ragged_dot import rows_by_matrices
 from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.order import order_and_places
@@ -135,7 +137,13 @@ class _Products(NamedTuple):
     def _call(self) -> dict[str, Any]:
         return {"contraction": rows_by_matrices(), "precision": self.precision}
 
-    def plain(self, rows: Array, w: Array, dtype: Any) -> Array:
+    def plain(self, rows: Array, w: Array | QuantizedWeights, dtype: Any) -> Array:
+        if isinstance(w, QuantizedWeights):
+            shape = rows.shape[0], w.shape[2]
+            call: dict[str, Any] = {"out_dtype": dtype, "shape": shape, "role": Role("moe")}
+            c, bounds = rows_by_matrices(), [self.bounds]
+            result: Array = multiply_by(rows, w, c, bounds, precision=self.precision, **call)
+            return result
         return contract(rows, w, self.bounds, **self._call(), out_dtype=dtype)
 
     def with_epilogue(
@@ -200,7 +208,7 @@ def _hidden(
 
     One kernel computes the products and the function. Where the call is differentiated, the
     products are computed by themselves, because the derivative has them, and the function is
-    computed again.
+    computed again. So are products by quantised weights.
     """
     dtype, precision = np.dtype(jnp.result_type(rows[0], arrays["w_up"])), products.precision
     names = _first_products(arrays)
@@ -247,7 +255,7 @@ def _hidden(
     matrices = [arrays[f"w_{name}"] for name in names]
     biases = [arrays[f"b_{name}"] for name, own in zip(names, biased, strict=True) if own]
     operands = rows, matrices, weights, biases, closed_over(arrays)
-    if differentiated:
+    if differentiated or any(isinstance(w, QuantizedWeights) for w in matrices):
         return unfused(products, *operands)
     result: Array = hidden(products.bounds, *operands)
     return result

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.array_sources import source_of
 from jax_tilekern.interop.global_modes import by_types, mode_independent, with_current_modes
 from jax_tilekern.ops.arguments import check_choice, integer
 from jax_tilekern.ops.explicit import by_automatic_axes, spec_of
@@ -21,9 +22,11 @@ from jax_tilekern.ops.mixture.call import is_one_call, one_call
 from jax_tilekern.ops.mixture.layer import DIMS, expert_layer
 from jax_tilekern.ops.mixture.sharding import on_devices
 from jax_tilekern.ops.products.groups import checked_offset
+from jax_tilekern.ops.products.quantized_weights import QuantizedWeights
 from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.selection.top_k import top_k
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
+from jax_tilekern.plans.quantize import QUANTIZED_DTYPES
 
 # The arrays that are multiplied, whose types are promoted.
 _FACTORS = "x", "w_up", "w_gate", "w_down"
@@ -196,9 +199,12 @@ def moe(
     x
         Tokens, shape ``(tokens, features)``.
     w_up, w_gate
-        Matrices of the experts, shape ``(experts, features, hidden)``.
+        Matrices of the experts, shape ``(experts, features, hidden)``, or
+        :class:`QuantizedWeights`.
     w_down
-        Matrices of the experts, shape ``(experts, hidden, features)``.
+        Matrices of the experts, shape ``(experts, hidden, features)``, or
+        :class:`QuantizedWeights`. On one device and without biases, products are
+        :func:`scaled_ragged_dot` of those; elsewhere they are dequantised first.
     weights
         Weight of each of a token's experts, shape ``(tokens, k)``, or a :class:`Routing`, as
         :func:`route` returns it, which has both weights and indices. Weights multiply the hidden
@@ -265,8 +271,13 @@ def moe(
     for name, value in given.items():
         if value is None and name not in ("w_gate", "b_up", "b_gate", "b_down"):
             raise TypeError(f"moe: {name} is None; it is an array ({', '.join(DIMS[name])})")
-    compat.check_arraylike("moe", *(x for x in given.values() if x is not None))
-    arrays = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
+    arrays: dict[str, Any] = {
+        name: source_of(value) for name, value in given.items() if value is not None
+    }
+    small = {name: x for name, x in arrays.items() if isinstance(x, QuantizedWeights)}
+    plain = {name: given[name] for name in arrays.keys() - small}
+    compat.check_arraylike("moe", *plain.values())
+    arrays |= {name: jnp.asarray(value) for name, value in plain.items()}
     _check_shapes(arrays)
     check_choice("moe", "save", save, ("hidden", "inputs"))
     if not jnp.issubdtype(arrays["indices"].dtype, jnp.integer):
@@ -280,6 +291,8 @@ def moe(
         else compat.canonicalize_dtype(preferred_element_type, "moe")
     )
     offset = checked_offset("moe", group_offset)
+    if small and not _can_multiply(arrays, out_dtype):
+        arrays |= {name: weights.array() for name, weights in small.items()}
     if "w_gate" in arrays and arrays["w_gate"].dtype != arrays["w_up"].dtype:
         # Both first products have the type of the wider matrices.
         pair = {name: arrays[name] for name in ("w_up", "w_gate")}
@@ -293,6 +306,18 @@ def moe(
         out_dtype=out_dtype,
         precision=compat.canonicalize_precision(precision),
         save=save,
+    )
+
+
+def _can_multiply(arrays: dict[str, Any], out_dtype: np.dtype[Any]) -> bool:
+    """Whether products take quantised weights as they are: on one device, and without biases."""
+    dtypes = {np.dtype(arrays[name].dtype) for name in _FACTORS if name in arrays}
+    return (
+        not any(name.startswith("b_") for name in arrays)
+        and {np.dtype(jnp.result_type(*dtypes))} == dtypes <= {*QUANTIZED_DTYPES}
+        and jnp.issubdtype(out_dtype, jnp.floating)
+        and all(compat.explicit_sharding(jax.typeof(x)) is None for x in jax.tree.leaves(arrays))
+        and not is_one_call(arrays)
     )
 
 

@@ -37,7 +37,8 @@ def on_devices(
     ``layer(arrays, offset, dtype)`` computes the part of the experts that the arrays have, the
     first of which is ``offset``. ``dims`` names each array's dimensions.
     """
-    shardings = (compat.explicit_sharding(jax.typeof(x)) for x in arrays.values())
+    leaves = jax.tree.leaves(arrays)
+    shardings = (compat.explicit_sharding(jax.typeof(x)) for x in leaves)
     mesh = next((x.mesh for x in shardings if x is not None), None)
     if mesh is None:
         return layer(arrays, offset, dtype)

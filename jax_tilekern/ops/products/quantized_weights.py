@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,12 +156,14 @@ def can_multiply(x: Array, weights: QuantizedWeights, c: Contraction, out: Any) 
     )
 
 
-def multiply_by(x: Array, weights: QuantizedWeights, c: Contraction, **call: Any) -> Any:
+def multiply_by(
+    x: Array, weights: QuantizedWeights, c: Contraction, bounds: Sequence[Array] = (), **call: Any
+) -> Any:
     """Multiply by weights; ``c`` has the labels of their array, and the others are a call's."""
     *batch, k, n = c.rhs
     contraction = dataclasses.replace(c, rhs=(*batch, n, k))
     wide = x.astype(_common_type(x, weights))
-    return weights_call(wide, weights.factors, contraction=contraction, **call)
+    return weights_call(wide, weights.factors, bounds, contraction=contraction, **call)
 
 
 def _common_type(x: Array, weights: QuantizedWeights) -> Any:
