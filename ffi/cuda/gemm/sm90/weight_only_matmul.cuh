@@ -72,14 +72,16 @@ class WeightOnlyMatmul {
   using Types = WgmmaTypes<T, T>;
   // Groups of a k-tile.
   static constexpr int kGroups = config.block_k / kGroup;
-  // MMA steps of a batch of MMAs, and batches of a group.
+  // MMA steps of a batch of MMAs, and batches of a group and of a k-tile.
   static constexpr int kSteps = min_of(kChunk, kGroup) / kStep;
   static constexpr int kBatches = kGroup / (kSteps * kStep);
+  static constexpr int kTileBatches = kGroups * kBatches;
+  static_assert(kTileBatches % 2 == 0);
   static constexpr int kCount = config.block_n / 2;
   // Groups whose sums have registers beside the result.
   static constexpr int kSums = kCount > 32 ? 1 : 2;
   // Scales of few groups are loaded a k-tile ahead.
-  static constexpr bool kAhead = kGroups <= 2 && !kZeros;
+  static constexpr bool kAhead = kGroups <= 2;
   static constexpr bool kTakesRegisters = weight_only_takes_registers(config);
   static_assert(config.block_k * kBits == 8 * kTileRowBytes && config.block_k % kGroup == 0);
   static constexpr int kKConsumers = config.consumers / config.tile_consumers();
@@ -127,6 +129,8 @@ class WeightOnlyMatmul {
     WeightOnlyTile tile;
     typename Pipeline::State state;
     for (int number = 0; tiles_.find(number, tile); ++number) {
+      prefetch_of_rows(scales_, tile);
+      if constexpr (kZeros) prefetch_of_rows(zeros_, tile);
       const int early = number > 0 ? 0 : min_of(config.stages, tile.k_tiles);
       for (int i = 0; i < early; ++i) load_weights(weights, tile, i, i);
       if (number == 0) wait_for_prerequisites();
@@ -140,6 +144,25 @@ class WeightOnlyMatmul {
                  pipeline_.full(state.stage));
       }
     }
+  }
+
+  // Prefetches the scales or zero points of the tile's rows, which are adjacent, unless they are
+  // many.
+  template <typename Number>
+  void prefetch_of_rows(const Number* numbers, const WeightOnlyTile& tile) const {
+    constexpr int64 kMost = 1 << 18;
+    const int64 first = first_group(tile, 0);
+    const int64 count = first_group(tile, config.block_m - 1) + shape_.groups - first;
+    const int64 bytes = count * static_cast<int64>(sizeof(Number));
+    if (tile.k_tiles > 0 && bytes <= kMost) {
+      prefetch_to_l2(numbers + first, static_cast<int>(bytes));
+    }
+  }
+
+  // The first scale of a row of the tile, or of the last row of weights.
+  int64 first_group(const WeightOnlyTile& tile, int row) const {
+    const int block = min_of(tile.row + row, shape_.n - 1) / shape_.row_block;
+    return (static_cast<int64>(tile.weights) * shape_.row_blocks + block) * shape_.groups;
   }
 
   // The barrier of the stage counts the bytes of x, too.
@@ -162,102 +185,127 @@ class WeightOnlyMatmul {
     state.skip(first);
     WeightOnlyTile tile;
     // The k-tile of the consumer that is next, from the first one of the tile on.
-    int next = first;
+    int own = first;
     for (int number = 0; tiles_.find(number, tile); ++number) {
-      const int row = tile.row + warp_row + lane / 4;
-      int64 first_group[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64 block = static_cast<int64>(tile.weights) * shape_.row_blocks +
-                            min_of(row + 8 * half, shape_.n - 1) / shape_.row_block;
-        first_group[half] = block * shape_.groups;
+        groups_[half] = first_group(tile, warp_row + lane / 4 + 8 * half);
       }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) result_[i] = 0;
-      if (kAhead) load_scales(first_group, tile.first_k_tile + next);
-      for (; next < tile.k_tiles; next += kKConsumers, state.skip(kKConsumers)) {
-        if (!kAhead) load_scales(first_group, tile.first_k_tile + next);
-        take_scales();
-        if (kAhead) load_scales(first_group, tile.first_k_tile + next + kKConsumers);
-        pipeline_.wait_full(state);
-        multiply_tile(fragments, pipeline_.stage(state.stage));
-        pipeline_.release(state.stage);
+      if (own < tile.k_tiles) {
+        begin_k_tile(fragments, state, tile.first_k_tile + own);
+        load(scales_, loaded_scales_, tile.first_k_tile + own);
+        take_factors(tile.first_k_tile + own + kKConsumers);
       }
-      next -= tile.k_tiles;
+      while (own < tile.k_tiles) {
+        const int stage = state.stage;
+        typename Pipeline::State next = state;
+        state.skip(kKConsumers);
+        own += kKConsumers;
+        // There is none after the last one, which is then begun again.
+        if (own < tile.k_tiles) next = state;
+        multiply_k_tile(fragments, pipeline_.stage(stage), tile.first_k_tile + own, next);
+        pipeline_.release(stage);
+      }
+      own -= tile.k_tiles;
       if constexpr (kKConsumers > 1) {
         add_results();
         if (first > 0) continue;
       }
-      const WeightOnlyCoordinates at = {tile.token + lane % 4 * 2, row, tile, shape_};
+      const WeightOnlyCoordinates at = {tile.token + lane % 4 * 2, tile.row + warp_row + lane / 4,
+                                        tile, shape_};
       epilogue(result_, at);
       store(at);
     }
   }
 
-  // Elements behind the last group are zeros of x.
-  void load_scales(const int64 (&first_group)[2], int k_tile) {
+  // Loads the numbers of a k-tile's groups. Elements behind the last group are zeros of x.
+  template <typename Number>
+  void load(const Number* numbers, Number (&loaded)[kGroups][2], int k_tile) const {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       const bool own_group = kGroups > 1 || shape_.group == kGroup;
       const int own = own_group ? k_tile * kGroups + group : k_tile * kGroup / shape_.group;
       const int at = min_of(own, shape_.groups - 1);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        loaded_scales_[group][half] = scales_[first_group[half] + at];
-        if constexpr (kZeros) loaded_zeros_[group][half] = zeros_[first_group[half] + at];
-      }
+      for (int half = 0; half < 2; ++half) loaded[group][half] = numbers[groups_[half] + at];
     }
   }
 
-  void take_scales() {
+  // Takes the scales that are loaded, and loads those of the k-tile behind the next one.
+  void take_factors(int k_tile) {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < 2; ++half)
         factors_[group][half] = to_float(loaded_scales_[group][half]);
-        if constexpr (kZeros) floats_[group][half] = Floats(to_float(loaded_zeros_[group][half]));
+    }
+    if constexpr (kAhead) load(scales_, loaded_scales_, k_tile);
+  }
+
+  // Waits for a k-tile, and converts its first fragments.
+  void begin_k_tile(const Fragments& fragments, const typename Pipeline::State& state, int k_tile) {
+    if constexpr (kZeros) load(zeros_, loaded_zeros_, k_tile);
+    const uint32 stage = pipeline_.stage(state.stage);
+    pipeline_.wait_full(state);
+    fragments.template load<kSteps>(integers_, stage, 0);
+    convert(fragments, stage, 0);
+  }
+
+  // Converts the fragments of a batch, from integers that are loaded, and loads the next ones.
+  void convert(const Fragments& fragments, uint32 stage, int batch) {
+    Floats floats[2];
+    if constexpr (kZeros) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        floats[half] = Floats(to_float(loaded_zeros_[batch / kBatches][half]));
       }
+    }
+    fragments.template convert<kSteps>(words_[batch % 2], integers_, floats);
+    if (batch + 1 < kTileBatches) {
+      fragments.template load<kSteps>(integers_, stage, (batch + 1) * kSteps);
     }
   }
 
-  // While the MMAs of a batch run, the fragments of the next one are converted, from integers that
-  // are loaded before. The sums of a group are added to the result when the first MMAs of the next
+  // While the MMAs of a batch run, the fragments of the next one, which may be of the next k-tile,
+  // are converted. The sums of a group are added to the result when the first MMAs of the next
   // group run, or before them if there is one set of sums.
-  void multiply_tile(const Fragments& fragments, uint32 stage) {
+  void multiply_k_tile(const Fragments& fragments, uint32 stage, int next_k_tile,
+                       const typename Pipeline::State& next) {
     const uint64 x = XChunk::descriptor(stage + kWeightBytes);
-    uint32 words[2][kSteps][4], integers[kSteps / Fragments::kUnitSteps][2];
-    fragments.template load<kSteps>(integers, stage, 0);
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int batch = 0; batch < kTileBatches; ++batch) {
+      const int group = batch / kBatches;
+      const bool begins_group = batch % kBatches == 0;
+      auto& sums = sums_[group % kSums];
+      if (kSums == 1 && group > 0 && begins_group) {
+        warpgroup_wait<0>();
+        promote(group - 1);
+      }
+      warpgroup_fence_operand(sums);
+      warpgroup_arrive();
 #pragma unroll
-      for (int batch = 0; batch < kBatches; ++batch) {
-        const int first_step = (group * kBatches + batch) * kSteps;
-        auto& own = words[(group * kBatches + batch) % 2];
-        fragments.template convert<kSteps>(own, integers, floats_[group]);
-        if (first_step + kSteps < config.block_k / kStep) {
-          fragments.template load<kSteps>(integers, stage, first_step + kSteps);
-        }
-        auto& sums = sums_[group % kSums];
-        if (kSums == 1 && group > 0 && batch == 0) {
-          warpgroup_wait<0>();
-          promote(group - 1);
-        }
-        warpgroup_fence_operand(sums);
-        warpgroup_arrive();
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          const int step = first_step + i;
-          const uint64 rhs =
-              x + step / 4 * (XChunk::kBytes / kDescriptorUnit) + XChunk::offset(0, step % 4);
-          multiply<Types, SignsAndOrders<true, true>>(sums, own[i], rhs, batch + i > 0);
-        }
-        warpgroup_commit_batch();
-        warpgroup_wait<1>();
-        if (kSums > 1 && group > 0 && batch == 0) promote(group - 1);
+      for (int i = 0; i < kSteps; ++i) {
+        const int step = batch * kSteps + i;
+        const uint64 rhs =
+            x + step / 4 * (XChunk::kBytes / kDescriptorUnit) + XChunk::offset(0, step % 4);
+        multiply<Types, SignsAndOrders<true, true>>(sums, words_[batch % 2][i], rhs,
+                                                    !begins_group || i > 0);
+      }
+      warpgroup_commit_batch();
+      warpgroup_wait<1>();
+      if (kSums > 1 && group > 0 && begins_group) promote(group - 1);
+      if (batch + 1 < kTileBatches) {
+        convert(fragments, stage, batch + 1);
+      } else {
+        begin_k_tile(fragments, next, next_k_tile);
       }
     }
     warpgroup_wait<0>();
     promote(kGroups - 1);
+    if constexpr (!kAhead) load(scales_, loaded_scales_, next_k_tile);
+    take_factors(next_k_tile + kKConsumers);
   }
 
   void promote(int group) {
@@ -310,10 +358,13 @@ class WeightOnlyMatmul {
   uint32 stages_;
   Pipeline pipeline_;
   uint32 results_;
+  // Where the groups of rows row and 8 + row begin.
+  int64 groups_[2];
+  uint32 words_[2][kSteps][4];
+  uint32 integers_[kSteps / Fragments::kUnitSteps][2];
   Scale loaded_scales_[kGroups][2];
   Zero loaded_zeros_[kGroups][2];
   float factors_[kGroups][2];
-  Floats floats_[kGroups][2];
   float sums_[kSums][kCount];
   float result_[kCount];
 };
