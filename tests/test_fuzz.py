@@ -1,5 +1,7 @@
 """Random calls of all operations at the defaults: what is left to XLA is left to it here, too."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,3 +67,14 @@ def test_products_of_16_bits_with_few_columns(rng, columns):
     found = np.asarray(jtk.matmul(x, y, preferred_element_type=jnp.float32))
     magnitude = np.abs(wide[0]) @ np.abs(wide[1])
     assert (np.abs(found - wide[0] @ wide[1]) <= 61 * 2.0**-24 * magnitude).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+def test_small_products_of_16_bits_whose_batch_is_not_first(rng, dtype):
+    x, y = (rng.standard_normal(shape).astype(dtype) for shape in ((5, 2, 6), (6, 5, 4)))
+    multiply = functools.partial(jtk.einsum, "bmk,kbn->bmn", preferred_element_type=jnp.float32)
+    exact, magnitude = (
+        np.einsum("bmk,kbn->bmn", *(of(z.astype(np.float64)) for z in (x, y)))
+        for of in (lambda z: z, np.abs)
+    )
+    assert (np.abs(np.asarray(multiply(x, y)) - exact) <= 7 * 2.0**-24 * magnitude).all()

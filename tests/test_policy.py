@@ -101,6 +101,16 @@ def test_16_bit_products_with_a_vector_are_stated_in_float32(dtype, swapped):
     assert "xf32>" in product
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("k", "is_loop"), [(6, True), (16, True), (17, False)])
+def test_16_bit_products_in_loops_are_stated_in_float32(dtype, k, is_loop):
+    x, y = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((5, 2, k), (k, 5, 4)))
+    with jtk.policy("xla"):
+        text = lowered(partial(jtk.einsum, "bmk,kbn->bmn"), x, y)
+    (product,) = (line for line in text.splitlines() if "dot_general" in line)
+    assert ("xf32>" in product.split("->")[0]) == is_loop
+
+
 @pytest.mark.parametrize(("k", "dtype"), [(1024, "f16"), (1025, "i32")])
 def test_int8_left_to_xla_is_in_a_type_that_is_exact(k, dtype):
     a = jax.ShapeDtypeStruct((64, k), jnp.int8)

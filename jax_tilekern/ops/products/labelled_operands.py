@@ -154,6 +154,9 @@ def product_by_lax(
     if lowering_platform.value == "cuda" and _has_16_bit_vector(contraction, lhs, rhs):
         # XLA rounds each product of these to 16 bits.
         return dot_by_sum(lhs, rhs, contraction, out_dtype=out_dtype)
+    if lowering_platform.value == "cuda" and _is_16_bit_loop(contraction, lhs, rhs):
+        # And of these. Float32 operands, TF32 ones too, have all of their bits.
+        lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
     if lowering_platform.value == "cuda" and _sums_narrow_integers(lhs, rhs, out_dtype):
         # XLA's products of 8-bit integers are wrong at some k. Float16 has all of these integers,
         # and float32 all sums up to a limit.
@@ -196,6 +199,22 @@ def _has_16_bit_vector(contraction: Contraction, lhs: Array, rhs: Array) -> bool
         all(size == 1 for label, size in zip(labels, x.shape, strict=True) if label in kept)
         for labels, x in ((contraction.lhs, lhs), (contraction.rhs, rhs))
     )
+
+
+def _is_16_bit_loop(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
+    """Return whether XLA multiplies 16-bit floats in a loop, rather than in matrix units.
+
+    It does where the two matrices of an element of the batch have less than 100 elements together
+    (its `xla_gpu_gemm_rewrite_size_threshold`), unless it pads them.
+    """
+    if lhs.dtype != rhs.dtype or lhs.dtype not in (jnp.bfloat16, np.float16):
+        return False
+    batch = set(contraction.lhs) & set(contraction.rhs) & set(contraction.out)
+    elements = sum(
+        math.prod(n for label, n in zip(labels, x.shape, strict=True) if label not in batch)
+        for labels, x in ((contraction.lhs, lhs), (contraction.rhs, rhs))
+    )
+    return isinstance(elements, int) and elements < 100
 
 
 def _sums_narrow_integers(lhs: Array, rhs: Array, out_dtype: Any) -> bool:
