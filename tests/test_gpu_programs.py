@@ -187,6 +187,11 @@ def test_gpus_have_programs(gpu, policy, dtype):
     assert sum(map(bool, launched)) > len(launched) / 2
 
 
+def test_a_batch_of_one_tall_matrix_has_a_program_of_xla():
+    with jtk.policy("xla"):
+        compiled(jax.vmap(jtk.linalg.newton_schulz), array(1, 10, 5, dtype=jnp.float32))
+
+
 def test_an_older_gpu_has_programs_of_xla():
     for function, avals in calls_of_every_operation(np.float32):
         assert kernels(compiled(function, *avals, gpu="T4")) == []

@@ -34,17 +34,21 @@ def iterated(
     in_float16: bool = False,
 ) -> Array:
     """Scale matrices and iterate, with float16 operands of products if this is asked for."""
-    form = Form(x.shape[-2] <= x.shape[-1], precision)
+    *batch, rows, columns = whole_shape = x.shape
+    if batch == [1] * len(batch):
+        # XLA for GPUs drops such dimensions of some operands of a tall one, and then fails.
+        x = x.reshape(rows, columns)
+    form = Form(rows <= columns, precision)
     scaled = form.scaled(x, preconditioning, eps)
     if not len(coefficients):
-        return scaled.astype(x.dtype)
+        return scaled.astype(x.dtype).reshape(whole_shape)
     # Eigenvalues of Gram matrices need more than the 8 bits of bfloat16.
     if in_float16 or (method == "gram" and x.dtype.itemsize < 4):
         form = form.in_float16(coefficients)
     else:
         scaled = scaled.astype(x.dtype)
     iterate = form.standard if method == "standard" else form.by_gram_matrix
-    return iterate(scaled, coefficients).astype(x.dtype)
+    return iterate(scaled, coefficients).astype(x.dtype).reshape(whole_shape)
 
 
 def largest_power_of_two(coefficients: Array) -> Array:
