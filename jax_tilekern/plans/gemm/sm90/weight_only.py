@@ -150,13 +150,14 @@ class WeightOnlyProduct:
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of a CTA's tile, and how many CTAs an SM is to hold."""
+    """Sizes of a CTA's tile, and how many CTAs an SM is to hold and a cluster has."""
 
     tokens: int
     consumers: int
     cooperative: bool
     stages: int
     ctas: int
+    cluster: int
 
     @property
     def rows(self) -> int:
@@ -255,7 +256,8 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
     tile = tile_of(problem, gpu)
     tiles = math.ceil(problem.n / tile.rows), math.ceil(problem.m / tile.tokens)
     splits, split_k_tiles = _split(problem, math.prod(tiles) * problem.batch, tile, gpu)
-    grid = *tiles, problem.batch * splits
+    of_clusters = math.ceil(tiles[0] / tile.cluster) * tile.cluster
+    grid = of_clusters, tiles[1], problem.batch * splits
     if problem.ragged:
         most = tiles[0] * max_tiles(problem.geometry_of_groups, tile.tokens)
         grid = min(most, gpu.available_sms * tile.ctas), 1, 1
@@ -305,6 +307,7 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
             entry=compiled.entry(kernel.name),
             grid=grid,
             block=(tile.threads, 1, 1),
+            cluster=(tile.cluster, 1, 1),
             parameters=(
                 *_maps(problem, tile, ordered),
                 Buffer(2),
@@ -366,7 +369,11 @@ def tile_of(problem: WeightOnlyProduct, gpu: Gpu) -> Tile:
         cooperative=not few,
         stages=1,
         ctas=2 if few else 1,
+        cluster=1,
     )
+    # Two CTAs that read each other's rows of x leave bandwidth of L2 to weights.
+    if tokens > _TOKENS[0] and problem.n > tile.rows and not problem.ragged:
+        tile = dataclasses.replace(tile, cluster=2)
     room = (gpu.shared_memory_bytes + RESERVED_SHARED_BYTES) // tile.ctas - RESERVED_SHARED_BYTES
     room -= tile.result_bytes + _BARRIERS_BYTES + problem.spans_bytes
     stages = room // _stage_bytes(problem, tile)
@@ -393,7 +400,7 @@ def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Ker
         stages=tile.stages,
         consumers=tile.consumers,
         cooperative=tile.cooperative,
-        cluster=1,
+        cluster=tile.cluster,
         lhs_k_major=True,
         rhs_k_major=True,
         out_m_major=True,
@@ -420,7 +427,7 @@ def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Ker
         problem.epilogue,
         columns=problem.n,
         within_rows=problem.m % tile.tokens == 0,
-        within_columns=problem.n % tile.rows == 0,
+        within_columns=problem.n % (tile.rows * tile.cluster) == 0,
         tile_columns=tile.rows,
     )
 
@@ -461,7 +468,7 @@ def _maps(problem: WeightOnlyProduct, tile: Tile, ordered: int) -> tuple[TensorM
         dtype=_TENSOR_MAP_DTYPES[problem.dtype],
         sizes=(_CHUNK, problem.m, problem.chunks, problem.batch if problem.x_batched else 1, 1),
         strides_bytes=(row, _ROW_BYTES, *[problem.m * row] * 2),
-        box=(_CHUNK, tile.tokens, problem.block_k // _CHUNK, 1, 1),
+        box=(_CHUNK, tile.tokens, problem.block_k // _CHUNK // tile.cluster, 1, 1),
         swizzle=128,
     )
     return weights, x
