@@ -106,6 +106,23 @@ class Draw:
             for label, size in zip(labels, sizes.tolist(), strict=True)
         }
 
+    def matrix_size(self, most):
+        """Return rows or columns of a matrix, whatever the scale."""
+        if self.only is not None or self.scale == 1:
+            return max(1, self.size(most))
+        return round(math.exp(self.rng.uniform(0, math.log(most))))
+
+    def batch(self, elements, *shapes):
+        """Return one of the shapes of a batch of matrices of so many elements.
+
+        At a scale above 1 a batch has one dimension, and any order of magnitude of elements from
+        the scale on.
+        """
+        if self.only is not None or self.scale == 1:
+            return self.one(*shapes)
+        log = self.rng.uniform(math.log(self.scale), math.log(_MOST_MOVED * self.scale))
+        return (max(1, round(math.exp(log) / elements)),)
+
     def labels(self, ranks=(0, 1, 1, 2), but=""):
         """Return distinct labels."""
         free = [label for label in string.ascii_lowercase if label not in but]

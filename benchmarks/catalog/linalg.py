@@ -22,8 +22,8 @@ def _identity(a):
 def linear_algebra(draw: Draw, name: str) -> Call:
     """Draw a call whose residual is bounded by the computed factors and solution (Higham)."""
     name = name.removeprefix("linalg.")
-    n, columns = max(1, draw.size(100)), max(1, draw.size(20))
-    batch = draw.one((), (), (3,), (17,))
+    n, columns = draw.matrix_size(100), draw.matrix_size(20)
+    batch = draw.batch(n * (n + columns), (), (), (3,), (17,))
     dtype = draw.type(F32, F64)
     u = 16 * max(8, n) * UNIT_ROUNDOFF[dtype]
     right_side = (*batch, n, columns)
@@ -124,9 +124,10 @@ def column_products(x):
 def decompositions(draw: Draw, name: str) -> Call:
     """Draw orthogonal factors whose product errs by roundings of the matrix's norm."""
     name = name.removeprefix("linalg.")
-    rows, columns = max(1, draw.size(70)), max(1, draw.size(70))
+    rows, columns = draw.matrix_size(70), draw.matrix_size(70)
     rows = columns if name.startswith("eig") else rows
-    batch, dtype = draw.one((), (4,), (2, 9)), draw.type(F32, F64)
+    batch = draw.batch(rows * columns, (), (4,), (2, 9))
+    dtype = draw.type(F32, F64)
     options, rank, scale = {}, None, np.ones(columns)
     if name == "svd":
         options["full_matrices"] = draw.only is None and draw.chance(0.5)
@@ -213,9 +214,10 @@ def _exponential(a):
 def matrix_functions(draw: Draw, name: str) -> Call:
     """Draw functions of which condition numbers bound the error (Higham)."""
     name = name.removeprefix("linalg.")
-    rows, columns = max(1, draw.size(40)), max(1, draw.size(40))
+    rows, columns = draw.matrix_size(40), draw.matrix_size(40)
     rows = columns if name == "expm" else rows
-    batch, dtype = draw.one((), (5,)), draw.type(F32, F64)
+    batch = draw.batch(rows * columns, (), (5,))
+    dtype = draw.type(F32, F64)
     size = draw.one(0.01, 1.0, 6.0 if draw.only is None else 0.5) if name == "expm" else 1.0
     operand = draw.operand((*batch, rows, columns), dtype)
     share = 16 * max(8, rows, columns) * UNIT_ROUNDOFF[dtype]
@@ -248,7 +250,8 @@ def matrix_functions(draw: Draw, name: str) -> Call:
 
 def newton_schulz(draw: Draw, name: str) -> Call:
     """Draw matrices whose singular values five polynomials move toward 1."""
-    rows, columns, batch = max(1, draw.size(70)), max(1, draw.size(70)), draw.one((), (3,))
+    rows, columns = draw.matrix_size(70), draw.matrix_size(70)
+    batch = draw.batch(rows * columns, (), (3,))
     operand = draw.operand((*batch, rows, columns), F32)
     # Each step multiplies errors by at most the polynomial's largest derivative.
     share = 3.4445**5 * 16 * max(8, rows, columns) * UNIT_ROUNDOFF[F32]

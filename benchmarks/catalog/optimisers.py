@@ -18,7 +18,8 @@ def _update(m, w, gradient):
 
 def muon(draw: Draw, name: str) -> Call:
     """Draw one update of a matrix."""
-    rows, columns = max(2, draw.size(70)), max(2, draw.size(70))
+    most = 70 if draw.scale == 1 else 1 << 14  # Layers of models have such parameters.
+    rows, columns = max(2, draw.matrix_size(most)), max(2, draw.matrix_size(most))
     operands = tuple(draw.operand((rows, columns), F32) for _ in range(2))
 
     def errors(result, *arrays):
