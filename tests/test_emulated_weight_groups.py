@@ -47,6 +47,11 @@ CALLS = {
     "zeros": (ragged(23, 129, 272, 8, 32, 3, BF16, BF16, zero_dtype=F32), [7, 0, 16]),
     "many rows": (ragged(150, 70, 320, 4, 64, 2, BF16, BF16, zero_dtype=BF16), [90, 60]),
     "bytes": (ragged(20, 136, 656, 8, 656, 4, BF16, F32, F16), [1, 2, 3, 14]),
+    "a pair": (ragged(20, 70, 544, 4, 64, 3, BF16, BF16, pair=True), [3, 0, 13]),
+    "a pair with zeros": (
+        ragged(9, 64, 272, 8, 32, 3, BF16, F32, zero_dtype=F32, pair=True),
+        [1, 8, 0],
+    ),
     "shared scales": (ragged(9, 65, 800, 4, 128, 3, F16, F16, row_block=65), [4, 1, 4]),
 }
 
@@ -57,14 +62,20 @@ def check(rng, problem, sizes, gpu=H100, **how):
     bounds = np.cumsum([0, *sizes]).astype(np.int32)
     has_zeros = problem.zero_dtype is not None
     operands[2][np.array(sizes) == 0] = np.nan
+    matrices = [(weights, slopes)]
+    if problem.pair:
+        (values, _, *others), _, *of_second = drawn(rng, problem)
+        operands += [values, *others]
+        matrices.append(of_second)
     operands.append(bounds)
     with emulated_plans.record() as recorded:
         plan = plan_weight_only(problem, gpu)
     assert not isinstance(plan, NoKernel), plan
-    results = [((problem.m, problem.n), problem.out_dtype)]
+    results = [((problem.m, problem.columns), problem.out_dtype)]
     (found,) = emulated_plans.run_plan(plan, recorded, operands, results, **how)
     x = np.float64(x[0].astype(np.float32))
-    expected, bound = np.zeros((2, problem.m, problem.n))
+    weights, slopes = (np.concatenate(each, 1) for each in zip(*matrices, strict=True))
+    expected, bound = np.zeros((2, problem.m, problem.columns))
     for group, (begin, end) in enumerate(itertools.pairwise(bounds)):
         rows = x[begin:end]
         expected[begin:end] = rows @ weights[group].T
@@ -199,9 +210,13 @@ def test_moe(rng, gated):
 
     wanted = layer(x, weights, exact), *jax.grad(loss, (0, 1))(x, weights, exact)
     with emulated_gpu() as ran:
-        found = layer(x, weights, idle), *jax.grad(loss, (0, 1))(x, weights, idle)
-    by_weights = [plan for plan in ran if plan.name.startswith("weight_only")]
-    assert len(by_weights) >= len(shapes)
+        value = layer(x, weights, idle)
+        of_value = len(ran)
+        found = value, *jax.grad(loss, (0, 1))(x, weights, idle)
+    # The first products have one kernel.
+    by_weights = [plan.name.startswith("weight_only") for plan in ran]
+    assert sum(by_weights[:of_value]) == 2
+    assert sum(by_weights[of_value:]) >= len(shapes)
     for own, other in zip(found, wanted, strict=True):
         scale = np.abs(np.float64(other)).max()
         np.testing.assert_allclose(np.float64(own) / scale, np.float64(other) / scale, atol=0.03)

@@ -31,6 +31,7 @@ from jax_tilekern.ops.products.fused_contraction import (
 )
 from jax_tilekern.ops.products.quantized_weights import QuantizedWeights, multiply_by
 from jax_tilekern.ops.products.ragged_dot import rows_by_matrices
+from jax_tilekern.ops.products.weight_pair import is_pair, multiply_by_pair
 from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.order import order_and_places
 from jax_tilekern.ops.segments.plan import is_too_large
@@ -146,6 +147,16 @@ class _Products(NamedTuple):
             return result
         return contract(rows, w, self.bounds, **self._call(), out_dtype=dtype)
 
+    def several(self, rows: Sequence[Array], matrices: Sequence[Any], dtype: Any) -> list[Array]:
+        """Multiply the rows of each array by its matrices; those of two may have one kernel."""
+        if all(isinstance(w, QuantizedWeights) for w in matrices) and len(matrices) == 2:
+            first, second = (tuple(jax.tree.leaves(w.factors)) for w in matrices)
+            if is_pair(first, second):
+                wide = rows[0].astype(jnp.promote_types(rows[0].dtype, matrices[0].dtype))
+                call = {"precision": self.precision, "out_dtype": dtype}
+                return multiply_by_pair(wide, first, second, self.bounds, **call)
+        return [self.plain(x, w, dtype) for x, w in zip(rows, matrices, strict=True)]
+
     def with_epilogue(
         self,
         rows: Array,
@@ -235,12 +246,15 @@ def _hidden(
         products: _Products, rows: Any, matrices: Any, weights: Array, biases: Any, read: Any
     ) -> Array:
         left = iter(biases)
-        values = [
-            products.with_epilogue(x, w, dtype, jnp.add, (), (next(left),))
-            if has_bias
-            else products.plain(x, w, dtype)
-            for x, w, has_bias in zip(rows, matrices, biased, strict=True)
-        ]
+        if any(biased):
+            values = [
+                products.with_epilogue(x, w, dtype, jnp.add, (), (next(left),))
+                if has_bias
+                else products.plain(x, w, dtype)
+                for x, w, has_bias in zip(rows, matrices, biased, strict=True)
+            ]
+        else:
+            values = products.several(rows, matrices, dtype)
         result: Array = value(read, weights, *map(_saved, values))
         return result
 

@@ -97,31 +97,41 @@ def multiply(
     zeros: Array | None = None,
     *,
     bounds: Sequence[Array] = (),
+    second: Sequence[Array] = (),
     out_dtype: np.dtype[Any],
     function: ScalarFunction | None = None,
     read: Sequence[tuple[Array, Labels]] = (),
 ) -> list[Array]:
     """Multiply by the weights, if nothing is why not, and apply a function, if ``applies``.
 
-    Those of ragged rows have their bounds.
+    Those of ragged rows have their bounds. By a ``second`` array of weights, with scales and zero
+    points of the same kind, there is a result more.
     """
     problem = _problem(contraction, x, w, scales, zeros, out_dtype)
+    problem = dataclasses.replace(problem, pair=bool(second))
     shape = dict(zip((*contraction.lhs, *contraction.rhs), (*x.shape, *w.shape), strict=True))
-    if w.dtype == _INT4:
-        pairs = w.reshape(*w.shape[:-1], w.shape[-1] // 2, 2)
-        w = lax.bitcast_convert_type(pairs, np.uint8)
     sizes = problem.batch, problem.m, problem.n
     dims = [_dims_of(contraction, labels) or () for _, labels in read]
     found = _bind(
-        *(w, x, scales),
+        *(_as_bytes(w), x, scales),
         *([] if zeros is None else [zeros]),
+        *((_as_bytes(second[0]), *second[1:]) if second else ()),
         *bounds,
         *(y.reshape([sizes[i] for i in own]) for (y, _), own in zip(read, dims, strict=True)),
         problem=problem,
         function=function,
         read=tuple(dims),
     )
+    if second:
+        return [found[0][:, : problem.n], found[0][:, problem.n :]]
     return [y.reshape([shape[label] for label in contraction.out]) for y in found]
+
+
+def _as_bytes(w: Array) -> Array:
+    if w.dtype != _INT4:
+        return w
+    pairs = w.reshape(*w.shape[:-1], w.shape[-1] // 2, 2)
+    return lax.bitcast_convert_type(pairs, np.uint8)
 
 
 def _dims_of(c: Contraction, labels: Labels) -> tuple[int, ...] | None:
@@ -174,9 +184,9 @@ def _problem(
     )
 
 
-# The primitive. Its operands are the bytes of the weights, x, scales, zero points, bounds of ragged
-# rows, and what a function of the elements reads. Arrays of these have some of batch, rows of x and
-# rows of weights.
+# The primitive. Its operands are the bytes of the weights, x, scales, zero points, a second array
+# of weights, bounds of ragged rows, and what a function of the elements reads. Arrays of these have
+# some of batch, rows of x and rows of weights.
 
 _ELEMENTS = (0, 1, 2)
 _RAGGED = Contraction((0, 1), (2, 3, 1), (0, 3), (2,), 0, 2)
@@ -191,12 +201,17 @@ def _reference(
     function: ScalarFunction | None,
     read: _Read,
 ) -> list[Array]:
-    if problem.bits == 4:
-        w = lax.bitcast_convert_type(w, _INT4)
-        w = w.reshape(*w.shape[:-2], problem.k)
     of_weights = 1 + (problem.zero_dtype is not None)
-    weights = dequantized(w, *others[:of_weights])
-    weights = weights.reshape(problem.batch, problem.n, problem.k)
+
+    def dequantised(w: Array, *scales: Array) -> Array:
+        if problem.bits == 4:
+            w = lax.bitcast_convert_type(w, _INT4)
+            w = w.reshape(*w.shape[:-2], problem.k)
+        return dequantized(w, *scales).reshape(problem.batch, problem.n, problem.k)
+
+    weights = dequantised(w, *others[:of_weights])
+    if problem.pair:
+        weights = jnp.concatenate([weights, dequantised(*others[of_weights:-1])], 1)
     if problem.ragged:
         layout: dict[str, Any] = {"contraction": _RAGGED, "precision": lax.Precision.HIGHEST}
         rows = x.reshape(problem.m, problem.k).astype(F32)
@@ -214,7 +229,7 @@ def _like_results(
 ) -> list[Array]:
     dtypes = (problem.out_dtype,) if function is None else function.out_dtypes
     batch = () if problem.ragged else (problem.batch,)
-    return [jnp.zeros((*batch, problem.m, problem.n), dtype) for dtype in dtypes]
+    return [jnp.zeros((*batch, problem.m, problem.columns), dtype) for dtype in dtypes]
 
 
 def _planned(

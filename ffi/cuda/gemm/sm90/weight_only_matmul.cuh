@@ -94,22 +94,26 @@ class WeightOnlyMatmul {
   static_assert(!Tiles::kMany || kKConsumers <= 2);
 
  public:
-  WeightOnlyMatmul(const WeightOnlyShape& shape, const Tiles& tiles, const Scale* scales,
-                   const Zero* zeros, Out* out)
+  using Scales = WeightScales<Scale, Zero>;
+
+  WeightOnlyMatmul(const WeightOnlyShape& shape, const Tiles& tiles, const Scales& first,
+                   const Scales& second, Out* out)
       : shape_(shape),
         tiles_(tiles),
-        scales_(scales),
-        zeros_(zeros),
+        first_(first),
+        second_(second),
         out_(out),
         stages_(shared_address(weight_only_shared)),
         pipeline_(stages_, stages_, stages_ + Pipeline::kStagesBytes),
         results_(stages_ + Pipeline::kStagesBytes + Pipeline::kBarriersBytes) {}
 
   template <class Epilogue>
-  void run(const TensorMap& weights, const TensorMap& x, const Epilogue& epilogue) {
+  void run(const TensorMap& weights, const TensorMap& second, const TensorMap& x,
+           const Epilogue& epilogue) {
     launch_dependents();
     if (threadIdx.x == 0) {
       prefetch_tensor_map(weights);
+      if constexpr (Tiles::kMany) prefetch_tensor_map(second);
       prefetch_tensor_map(x);
       pipeline_.init();
       fence_barrier_init();
@@ -122,7 +126,7 @@ class WeightOnlyMatmul {
       consume(epilogue);
     } else {
       if constexpr (kTakesRegisters) warpgroup_reg_dealloc<40>();
-      if (threadIdx.x % 128 == 0) produce(weights, x);
+      if (threadIdx.x % 128 == 0) produce(weights, second, x);
     }
     // CTAs of a cluster write to each other's shared memory to the end, so none may exit before.
     if constexpr (config.cluster > 1) {
@@ -141,19 +145,20 @@ class WeightOnlyMatmul {
   }
 
   // Weights do not depend on the launch before, which orders rows of x.
-  void produce(const TensorMap& weights, const TensorMap& x) const {
+  void produce(const TensorMap& weights, const TensorMap& second, const TensorMap& x) const {
     WeightOnlyTile tile;
     typename Pipeline::State state;
     for (int number = 0; tiles_.find(number, tile); ++number) {
-      prefetch_of_rows(scales_, tile);
-      if constexpr (kZeros) prefetch_of_rows(zeros_, tile);
+      const Scales scales = scales_of(tile);
+      prefetch_of_rows(scales.scales, tile);
+      if constexpr (kZeros) prefetch_of_rows(scales.zeros, tile);
       const int early = number > 0 ? 0 : min_of(kEarly, tile.k_tiles);
-      for (int i = 0; i < early; ++i) load_weights(weights, tile, i, i);
+      for (int i = 0; i < early; ++i) load_weights(weights, second, tile, i, i);
       if (number == 0) wait_for_prerequisites();
       for (int i = 0; i < tile.k_tiles; ++i, state.advance()) {
         if (i >= early) {
           pipeline_.wait_empty(state);
-          load_weights(weights, tile, i, state.stage);
+          load_weights(weights, second, tile, i, state.stage);
         }
         load_x(x, tile, i, state.stage);
       }
@@ -173,6 +178,10 @@ class WeightOnlyMatmul {
     } else {
       tma_load(to, x, from, pipeline_.full(stage));
     }
+  }
+
+  Scales scales_of(const WeightOnlyTile& tile) const {
+    return Tiles::kMany && tile.second ? second_ : first_;
   }
 
   // Prefetches the scales or zero points of the tile's rows, which are adjacent, unless they are
@@ -195,12 +204,17 @@ class WeightOnlyMatmul {
   }
 
   // The barrier of the stage counts the bytes of x, too.
-  void load_weights(const TensorMap& weights, const WeightOnlyTile& tile, int k_tile,
-                    int stage) const {
-    const uint32 full = pipeline_.full(stage);
+  void load_weights(const TensorMap& weights, const TensorMap& second, const WeightOnlyTile& tile,
+                    int k_tile, int stage) const {
+    const uint32 full = pipeline_.full(stage), to = pipeline_.stage(stage);
+    const TmaCoordinates from = {
+        {(tile.first_k_tile + k_tile) * kTileRowBytes, tile.row, tile.weights, 0, 0}};
     mbarrier_arrive_expect_tx(full, kStageBytes);
-    tma_load(pipeline_.stage(stage), weights,
-             {{(tile.first_k_tile + k_tile) * kTileRowBytes, tile.row, tile.weights, 0, 0}}, full);
+    if (Tiles::kMany && tile.second) {
+      tma_load(to, second, from, full);
+    } else {
+      tma_load(to, weights, from, full);
+    }
   }
 
   template <class Epilogue>
@@ -216,6 +230,8 @@ class WeightOnlyMatmul {
     // The k-tile of the consumer that is next, from the first one of the tile on.
     int own = first;
     for (int number = 0; tiles_.find(number, tile); ++number) {
+      scales_ = scales_of(tile).scales;
+      zeros_ = scales_of(tile).zeros;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         groups_[half] = first_group(tile, warp_row + lane / 4 + 8 * half);
@@ -371,16 +387,19 @@ class WeightOnlyMatmul {
 
   void store(const WeightOnlyCoordinates& at) const {
     const int64 first = static_cast<int64>(at.tile.out) * shape_.m;
+    const int first_column = at.tile.second ? shape_.n : 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int m = at.row(i), n = at.column(i);
       if (n >= shape_.n || m >= at.rows()) continue;
-      out_[(first + m) * shape_.n + n] = from_float<Out>(result_[i]);
+      out_[(first + m) * shape_.columns + first_column + n] = from_float<Out>(result_[i]);
     }
   }
 
   const WeightOnlyShape& shape_;
   Tiles tiles_;
+  Scales first_, second_;
+  // Those of a consumer's tile.
   const Scale* scales_;
   const Zero* zeros_;
   Out* out_;
@@ -407,9 +426,10 @@ __global__ void __launch_bounds__(weight_only_threads(config), kCtas)
                        Out* out, const __grid_constant__ WeightOnlyShape shape,
                        Operands... operands) {
   using Tiles = WeightOnlyGrid<config>;
-  WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros, Tiles>(shape, Tiles(shape),
-                                                                              scales, zeros, out)
-      .run(weights, x, Epilogue{operands...});
+  const WeightScales<Scale, Zero> of_weights = {scales, zeros};
+  WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros, Tiles>(
+      shape, Tiles(shape), of_weights, of_weights, out)
+      .run(weights, weights, x, Epilogue{operands...});
 }
 
 }  // namespace tilekern

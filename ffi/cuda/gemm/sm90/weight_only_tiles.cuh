@@ -23,6 +23,15 @@ struct WeightOnlyShape {
   // 1 for an operand that has the batch dimension, otherwise 0.
   int32 x_step;
   int32 weights_step;
+  // Columns of the output, where products of two matrices lie side by side.
+  int32 columns;
+};
+
+// What weights have beside their integers.
+template <typename Scale, typename Zero>
+struct WeightScales {
+  const Scale* scales;
+  const Zero* zeros;
 };
 
 struct WeightOnlyTile {
@@ -37,6 +46,8 @@ struct WeightOnlyTile {
   int out;
   int first_k_tile;
   int k_tiles;
+  // Whether the weights are those of a second array.
+  bool second;
 };
 
 // The tiles of a CTA:
@@ -65,6 +76,7 @@ class WeightOnlyGrid {
     tile.out = split * shape_.batches + batch;
     tile.first_k_tile = split * shape_.split_k_tiles;
     tile.k_tiles = min_of(shape_.split_k_tiles, shape_.k_tiles - tile.first_k_tile);
+    tile.second = false;
     return true;
   }
 

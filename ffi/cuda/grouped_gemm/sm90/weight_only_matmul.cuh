@@ -8,7 +8,8 @@
 namespace tilekern {
 
 // Tiles of the groups that have rows, dealt out to CTAs in turn. Matrices of others are not read.
-// Rows of no group have tiles without k-tiles, which are zeros.
+// Rows of no group have tiles without k-tiles, which are zeros. Where a group has two matrices,
+// tiles of the second one follow those of the first.
 template <WgmmaConfig config>
 class WeightOnlyGroups {
  public:
@@ -24,12 +25,14 @@ class WeightOnlyGroups {
   }
 
   bool find(int number, WeightOnlyTile& tile) const {
-    const int rows = (shape_.n + config.block_m - 1) / config.block_m;
+    const int of_matrix = (shape_.n + config.block_m - 1) / config.block_m;
+    const int rows = of_matrix * (shape_.columns / shape_.n);
     const int own = blockIdx.x + number * gridDim.x, of_tokens = own / rows;
     if (of_tokens >= first_tiles_[groups_.spans()]) return false;
     const int index = span_of_tile(first_tiles_, groups_.spans(), of_tokens);
     const Span span = span_at(groups_, bounds_, index);
-    tile.row = own % rows * config.block_m;
+    tile.second = own % rows >= of_matrix;
+    tile.row = own % rows % of_matrix * config.block_m;
     tile.token = span.begin + (of_tokens - first_tiles_[index]) * config.block_n;
     tile.end = span.end;
     tile.weights = max_of(span.group, 0);
@@ -50,13 +53,15 @@ template <typename T, typename Scale, typename Zero, typename Out, int kBits, Wg
 __global__ void __launch_bounds__(weight_only_threads(config), kCtas)
     weight_only_ragged_matmul(const __grid_constant__ TensorMap weights,
                               const __grid_constant__ TensorMap x, const Scale* scales,
-                              const Zero* zeros, const int32* bounds, Out* out,
+                              const Zero* zeros, const __grid_constant__ TensorMap second,
+                              const Scale* second_scales, const Zero* second_zeros,
+                              const int32* bounds, Out* out,
                               const __grid_constant__ WeightOnlyShape shape,
                               const __grid_constant__ GroupShape groups) {
   using Tiles = WeightOnlyGroups<config>;
   WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros, Tiles>(
-      shape, {shape, groups, bounds}, scales, zeros, out)
-      .run(weights, x, IdentityEpilogue{});
+      shape, {shape, groups, bounds}, {scales, zeros}, {second_scales, second_zeros}, out)
+      .run(weights, second, x, IdentityEpilogue{});
 }
 
 }  // namespace tilekern

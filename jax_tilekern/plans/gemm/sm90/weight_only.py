@@ -87,6 +87,8 @@ class WeightOnlyProduct:
         What is done to the sums; ``None`` for nothing. It has results of elements alone.
     ragged
         Whether ``x`` is ``[m, k]``, and consecutive rows of it have a matrix of the batch each.
+    pair
+        Whether ragged rows are multiplied by two arrays of weights. Results lie side by side.
     """
 
     m: int
@@ -104,11 +106,17 @@ class WeightOnlyProduct:
     weights_batched: bool = True
     epilogue: Epilogue | None = None
     ragged: bool = False
+    pair: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Those of the output."""
+        return self.n * (1 + self.pair)
 
     @property
     def multiply_adds(self) -> int:
         """Those of the product."""
-        return self.m * self.n * self.k * (1 if self.ragged else self.batch)
+        return self.m * self.columns * self.k * (1 if self.ragged else self.batch)
 
     @property
     def rows_of_matrix(self) -> int:
@@ -226,7 +234,7 @@ def choose_weight_only(
     side.
     """
     tile = tile_of(problem, gpu)
-    matrix = problem.n * problem.k / 1e6
+    matrix = problem.columns * problem.k / 1e6
     weights = problem.batch * matrix
     token_tiles = math.ceil(problem.m / tile.tokens) * problem.batch
     if problem.ragged:
@@ -259,14 +267,14 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
     of_clusters = math.ceil(tiles[0] / tile.cluster) * tile.cluster
     grid = of_clusters, tiles[1], problem.batch * splits
     if problem.ragged:
-        most = tiles[0] * max_tiles(problem.geometry_of_groups, tile.tokens)
+        most = (1 + problem.pair) * tiles[0] * max_tiles(problem.geometry_of_groups, tile.tokens)
         grid = min(most, gpu.available_sms * tile.ctas), 1, 1
     if grid[1] > MAX_GRID[1] or grid[2] > MAX_GRID[2]:
         return NoKernel(f"{problem.m} rows of {problem.batch} products exceed a grid")
     has_zeros = problem.zero_dtype is not None
     epilogue = problem.epilogue
     read, outputs = (epilogue.operands, epilogue.outputs) if epilogue else ((), ())
-    bounds = 3 + has_zeros
+    bounds = (2 + has_zeros) * (1 + problem.pair) + 1
     out = bounds + problem.ragged + len(read)
     ordered = out + 1 + len(outputs)
     partial = splits > 1
@@ -288,7 +296,7 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
         kernels.append(sums.kernel)
     compiled = compile_kernels(*kernels, arch=gpu.arch)
     shape = Scalars.pack(
-        "11i",
+        "12i",
         problem.m,
         problem.n,
         problem.group,
@@ -300,7 +308,10 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
         problem.batch,
         problem.x_batched,
         problem.weights_batched,
+        problem.columns,
     )
+    weights, x = _maps(problem, tile, ordered)
+    second = 3 + has_zeros if problem.pair else 0
     launches = [
         _order_launch(problem, compiled.entry(order.name), ordered),
         Launch(
@@ -309,10 +320,18 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
             block=(tile.threads, 1, 1),
             cluster=(tile.cluster, 1, 1),
             parameters=(
-                *_maps(problem, tile, ordered),
-                Buffer(2),
-                Buffer(3 if has_zeros else 2),
-                *([Buffer(bounds)] if problem.ragged else []),
+                weights,
+                x,
+                *_scales(2, has_zeros),
+                *(
+                    (
+                        dataclasses.replace(weights, buffer=second),
+                        *_scales(second + 1 if second else 2, has_zeros),
+                        Buffer(bounds),
+                    )
+                    if problem.ragged
+                    else ()
+                ),
                 Buffer(ordered + 1 if partial else out),
                 shape,
                 *([pack_groups(problem.geometry_of_groups)] if problem.ragged else []),
@@ -333,7 +352,9 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
         launches=overlapping(gpu, *launches),
         alignments=(
             *(VECTOR_BYTES,) * 2,
-            *(4,) * (1 + has_zeros + problem.ragged),
+            *(4,) * (1 + has_zeros),
+            *((VECTOR_BYTES, *(4,) * (1 + has_zeros)) if problem.pair else ()),
+            *(4,) * problem.ragged,
             *(x.alignment for x in read),
             VECTOR_BYTES,
             *(x.alignment for x in outputs),
@@ -345,6 +366,11 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
         reason=f"{text}, {problem.bits}-bit weights by registers"
         + (f", k in {splits} parts" if partial else ""),
     )
+
+
+def _scales(buffer: int, has_zeros: bool) -> tuple[Buffer, Buffer]:
+    """Return scales, and zero points that come next if there are any."""
+    return Buffer(buffer), Buffer(buffer + has_zeros)
 
 
 def _stage_bytes(problem: WeightOnlyProduct, tile: Tile) -> int:
