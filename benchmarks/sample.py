@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
@@ -57,7 +58,7 @@ from jax_tilekern.tuning.tuner import TunedChoices, products_of, using
 _SCALES = {"cpu": 64, "gpu": 4096}
 _DEFAULT = tuple(name for name in SAMPLED if name in DESCRIPTIONS)
 _ATTEMPTS = 1000
-_CALLS_AT_A_TIME = 16
+_CALLS_AT_A_TIME = 8
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,18 @@ def _errors(_: Arrays, results: Mapping[str, Any]) -> Errors:
     Where XLA has no result, they are another side's.
     """
     peer = next(side for side in ("XLA", *results) if side in results and side != "ours")
-    first = (np.asarray(jax.tree.leaves(results[side])[0]) for side in ("ours", peer))
-    ours, theirs = (x.astype(complex if x.dtype.kind == "c" else float) for x in first)
-    finite = np.isfinite(ours) & np.isfinite(theirs)
-    largest = np.max(np.abs(theirs[finite]), initial=1e-30)
-    return {"ours": float(np.max(np.abs(ours - theirs)[finite], initial=0) / largest)}
+    ours, theirs = (jax.tree.leaves(results[side])[0] for side in ("ours", peer))
+    with jax.enable_x64(True):
+        return {"ours": float(_largest_difference(ours, theirs))}
+
+
+@jax.jit
+def _largest_difference(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+    wide = np.complex128 if jnp.issubdtype(ours.dtype, jnp.complexfloating) else np.float64
+    ours, theirs = ours.astype(wide), theirs.astype(wide)
+    finite = jnp.isfinite(ours) & jnp.isfinite(theirs)
+    error = jnp.max(jnp.abs(ours - theirs), initial=0, where=finite)
+    return error / jnp.max(jnp.abs(theirs), initial=1e-30, where=finite)
 
 
 def _rows(arguments: argparse.Namespace) -> Iterator[Record]:

@@ -115,13 +115,13 @@ class Draw:
     def batch(self, elements, *shapes):
         """Return one of the shapes of a batch of matrices of so many elements.
 
-        At a scale above 1 a batch has one dimension, and any order of magnitude of elements from
-        the scale on.
+        At a scale above 1 a batch has one dimension, and any order of magnitude up to the scale:
+        libraries take seconds for more, as they decompose many matrices one by one.
         """
         if self.only is not None or self.scale == 1:
             return self.one(*shapes)
-        log = self.rng.uniform(math.log(self.scale), math.log(_MOST_MOVED * self.scale))
-        return (max(1, round(math.exp(log) / elements)),)
+        most = min(self.scale, _MOST_MOVED * self.scale // elements)
+        return (round(math.exp(self.rng.uniform(0, math.log(most)))),)
 
     def labels(self, ranks=(0, 1, 1, 2), but=""):
         """Return distinct labels."""
