@@ -110,7 +110,7 @@ def test_asynchronous_copies_are_waited_for(rng, name, late):
     check(rng, *CALLS[name], ONE_SM, late=late)
 
 
-@pytest.mark.parametrize("m", [8, 512, 2048, 16384])
+@pytest.mark.parametrize("m", [8, 512, 1024, 2048, 16384])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zeros", [None, F32])
 @pytest.mark.one_in(4)

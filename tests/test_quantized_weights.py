@@ -1,5 +1,6 @@
 """``QuantizedWeights``: the products that take them, layers, checkpoints and transformations."""
 
+import dataclasses
 import functools
 import gc
 from pathlib import Path
@@ -18,6 +19,7 @@ from sharded import devices
 
 import jax_tilekern as jtk
 from jax_tilekern.interop import array_sources
+from jax_tilekern.ops.mixture import call as mixture_call
 
 PAGE = Path(__file__).parent.parent / "docs/small_weights.md"
 BY_WEIGHTS = "tilekern_weight_matmul"
@@ -134,6 +136,50 @@ def test_experts(rng):
     x, routing = jnp.ones((5, 64)), jtk.route(jnp.asarray(rng.normal(size=(5, 3))), 2)
     wanted = jtk.moe(x, up.array(), down.array(), routing)
     np.testing.assert_allclose(jtk.moe(x, up, down, routing), wanted, rtol=1e-5, atol=1e-4)
+
+
+def assert_close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_experts_are_multiplied_by_as_they_are(rng, monkeypatch):
+    """The layer under transformations, beside that of the dequantised matrices."""
+    # As in a process with one device.
+    monkeypatch.setattr(mixture_call, "_most_devices", lambda _: 1)
+    shapes = (64, 32), (64, 32), (32, 64)
+    small = [quantised(rng, 3, *shape, block=(1, 32)) for shape in shapes]
+    x = jnp.asarray(rng.normal(size=(2, 5, 64)), jnp.float32)
+    routing = jtk.route(jnp.asarray(rng.normal(size=(5, 3))), 2)
+
+    def layer(x, up, gate, down):
+        return jtk.moe(x, up, down, routing, w_gate=gate)
+
+    def loss(x, scales):
+        weights = [dataclasses.replace(w, scales=s) for w, s in zip(small, scales, strict=True)]
+        return (layer(x, *weights) ** 2).sum()
+
+    def wanted_loss(x, scales):
+        weights = [dataclasses.replace(w, scales=s) for w, s in zip(small, scales, strict=True)]
+        return (layer(x, *(w.array() for w in weights)) ** 2).sum()
+
+    calls = [call.call for call in jtk.explain(layer, x[0], *small)]
+    assert sum("by two arrays of weights" in call for call in calls) == 1
+    mapped = jax.vmap(layer, (0, None, None, None))(x, *small)
+    each = jnp.stack([layer(rows, *(w.array() for w in small)) for rows in x])
+    assert_close(mapped, each)
+    scales = [w.scales for w in small]
+    primals = x[0], scales
+    tangents = jnp.ones_like(x[0]), [jnp.ones_like(s) for s in scales]
+    for function, other in ((loss, wanted_loss), (jax.grad(loss), jax.grad(wanted_loss))):
+        for found, expected in zip(
+            jax.tree.leaves(jax.jvp(function, primals, tangents)),
+            jax.tree.leaves(jax.jvp(other, primals, tangents)),
+            strict=True,
+        ):
+            assert_close(found, expected)
+    of_scales = jax.grad(loss, 1)(*primals)
+    for found, expected in zip(of_scales, jax.grad(wanted_loss, 1)(*primals), strict=True):
+        assert_close(found, expected)
 
 
 def test_checkpoints_are_arrays(rng, tmp_path):

@@ -18,9 +18,14 @@ class WeightOnlyGroups {
   WeightOnlyGroups(const WeightOnlyShape& shape, const GroupShape& groups, const int32* bounds)
       : shape_(shape), groups_(groups), bounds_(bounds) {}
 
-  // `shared` has room for the number of each span's first tile.
+  // `shared` has room for the number of each span's first tile, and for where it begins.
   void prepare(unsigned char* shared) {
+    const int spans = groups_.spans();
     first_tiles_ = reinterpret_cast<int32*>(shared);
+    begins_ = first_tiles_ + spans + 1;
+    for (int i = threadIdx.x; i <= spans; i += blockDim.x) {
+      begins_[i] = i < spans ? span_at(groups_, bounds_, i).begin : groups_.rows;
+    }
     number_tiles(groups_, bounds_, config.block_n, first_tiles_);
   }
 
@@ -30,14 +35,15 @@ class WeightOnlyGroups {
     const int own = blockIdx.x + number * gridDim.x, of_tokens = own / rows;
     if (of_tokens >= first_tiles_[groups_.spans()]) return false;
     const int index = span_of_tile(first_tiles_, groups_.spans(), of_tokens);
-    const Span span = span_at(groups_, bounds_, index);
+    const int group = index - 1;
+    const bool is_group = group >= 0 && group < groups_.groups;
     tile.second = own % rows >= of_matrix;
     tile.row = own % rows % of_matrix * config.block_m;
-    tile.token = span.begin + (of_tokens - first_tiles_[index]) * config.block_n;
-    tile.end = span.end;
-    tile.weights = max_of(span.group, 0);
+    tile.token = begins_[index] + (of_tokens - first_tiles_[index]) * config.block_n;
+    tile.end = begins_[index + 1];
+    tile.weights = is_group ? group : 0;
     tile.x = tile.out = tile.first_k_tile = 0;
-    tile.k_tiles = span.is_group() ? shape_.k_tiles : 0;
+    tile.k_tiles = is_group ? shape_.k_tiles : 0;
     return true;
   }
 
@@ -46,6 +52,7 @@ class WeightOnlyGroups {
   const GroupShape& groups_;
   const int32* bounds_;
   int32* first_tiles_ = nullptr;
+  int32* begins_ = nullptr;
 };
 
 template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,

@@ -134,8 +134,8 @@ class WeightOnlyProduct:
 
     @property
     def spans_bytes(self) -> int:
-        """Shared memory of the numbers of the tiles that ragged rows have."""
-        return 4 * (self.geometry_of_groups.spans + 1) if self.ragged else 0
+        """Shared memory of the tiles that ragged rows have."""
+        return 2 * 4 * (self.geometry_of_groups.spans + 1) if self.ragged else 0
 
     @property
     def block_k(self) -> int:
@@ -381,12 +381,18 @@ def tile_of(problem: WeightOnlyProduct, gpu: Gpu) -> Tile:
     """Return tiles of all rows of ``x``, as far as accumulators have registers.
 
     A tile of few rows has two consumers along k and leaves registers for another CTA, so that loads
-    and conversions overlap. Of many rows, two consumers share the tile in shared memory.
+    and conversions overlap. Of many rows, two consumers share the tile in shared memory. One of few
+    ragged rows has one consumer and leaves registers for more CTAs.
     """
     # Scales and zero points of groups of 32 take registers, too.
     many_zeros = problem.zero_dtype is not None and problem.group == _GROUPS[0]
     possible = _TOKENS[:-2] if many_zeros else _TOKENS
     tokens = next((x for x in possible if x >= problem.rows_of_matrix), possible[-1])
+    if problem.ragged and tokens <= _TOKENS[1]:
+        # A tile has few k-tiles, and CTAs side by side hide where it begins and ends.
+        smallest = tokens == _TOKENS[0] and problem.zero_dtype is None
+        tile = Tile(tokens, 1, cooperative=False, stages=1, ctas=4 if smallest else 3, cluster=1)
+        return _with_stages(problem, tile, gpu)
     # So do zero points beside another CTA of an SM.
     few = tokens <= _TOKENS[1 if problem.zero_dtype is None else 0]
     tile = Tile(
@@ -400,6 +406,11 @@ def tile_of(problem: WeightOnlyProduct, gpu: Gpu) -> Tile:
     # Two CTAs that read each other's rows of x leave bandwidth of L2 to weights.
     if tokens > _TOKENS[0] and problem.n > tile.rows and not problem.ragged:
         tile = dataclasses.replace(tile, cluster=2)
+    return _with_stages(problem, tile, gpu)
+
+
+def _with_stages(problem: WeightOnlyProduct, tile: Tile, gpu: Gpu) -> Tile:
+    """Return a tile with the stages that shared memory has room for."""
     room = (gpu.shared_memory_bytes + RESERVED_SHARED_BYTES) // tile.ctas - RESERVED_SHARED_BYTES
     room -= tile.result_bytes + _BARRIERS_BYTES + problem.spans_bytes
     stages = room // _stage_bytes(problem, tile)
