@@ -72,10 +72,24 @@ CALLS = {
         (1, 70, 90, 2, 2, 64, 64), BF16,
         {"bias": RNG.standard_normal((1, 2, 70, 90)).astype(np.float32)},
     ),
+    "staged bias": (
+        (2, 150, 200, 2, 1, 64, 72), BF16,
+        {"bias": RNG.standard_normal((1, 2, 150, 200)).astype(BF16), "is_causal": True},
+    ),
+    "staged bias of all heads": (
+        (2, 200, 136, 2, 2, 128, 64), F16,
+        {"bias": RNG.standard_normal((2, 1, 200, 136)).astype(F16), "score_mod": table},
+    ),
 }  # fmt: skip
 MODES = {"late": {"late": ("reads", "writes")}, "backwards": {"backwards": True}}
 # Calls and modes of the emulator. A CTA of the lengths has queries that see no key.
-DEFAULT = {("plain", None), ("functions", None), ("causal", None), ("lengths", "late")}
+DEFAULT = {
+    ("plain", None),
+    ("functions", None),
+    ("causal", None),
+    ("lengths", "late"),
+    ("staged bias", "late"),
+}
 CASES = [
     pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.thorough)
     for case in itertools.product(CALLS, (None, *MODES))
@@ -278,7 +292,11 @@ def plans(options, features, gpu=H100):
         sm90.plan_forward(problem, gpu),
         sm90.plan_backward(problem, gpu),
         sm90.plan_tangent(problem, (True,) * 3, gpu),
-        sm90.plan_bias_gradient(problem, problems.Bias((1, 2, 512, 512), BF16, staged=True), gpu),
+        sm90.plan_bias_gradient(
+            dataclasses.replace(problem, bias=(1, 2, 512, 512)),
+            problems.Bias((1, 2, 512, 512), BF16),
+            gpu,
+        ),
     ]
 
 

@@ -17,6 +17,8 @@ inline To bitcast(From x) {
 template <typename T>
 inline int clamped_index(T start, int limit) {
   if (kIsSigned<T> && start < T(0)) return 0;
+  // The minimum of two of the same type is one with an earlier minimum.
+  if constexpr (kSame<T, int32>) return min(start, limit);
   return uint64(start) < uint64(limit) ? static_cast<int>(start) : limit;
 }
 template <typename T>

@@ -102,13 +102,31 @@ def _problem(call: Call, gpu: Gpu) -> Attention:
     if why := refusal(problem, gpu):
         raise Untranslatable(why)
     numbers = numbers_of(call, call.wanted) if call.kind == "backward" else None
-    problem = dataclasses.replace(problem, functions=score_text(scores, call.arrays, numbers))
+    arrays = call.arrays
+    if call.kind != "tangent" and numbers is None and _can_be_staged(call):
+        problem = dataclasses.replace(problem, bias=tuple(arrays[0].shape))
+        named = tuple(x for x in scores.named if x[0] != "bias")
+        functions = score_text(dataclasses.replace(scores, named=named), arrays[1:])
+    else:
+        functions = score_text(scores, arrays, numbers)
+    problem = dataclasses.replace(problem, functions=functions)
     if scores.has_mask:
         kinds = jax.eval_shape(
             lambda *arrays: tile_kinds_of(scores, problem, Tiles(64, 64), arrays), *call.arrays
         )
         problem = dataclasses.replace(problem, listed=kinds.shape[:2])
     return problem
+
+
+def _can_be_staged(call: Call) -> bool:
+    """Whether a call has a bias of which TMA copies tiles of queries and keys."""
+    query, key = call.operands[:2]
+    if dict(call.scores.named).get("bias", 0) is not None:
+        return False
+    bias = call.arrays[0]
+    if bias.dtype != query.dtype or bias.shape[2:] != (query.shape[1], key.shape[1]):
+        return False
+    return bool(key.shape[1] * bias.dtype.itemsize % VECTOR_BYTES == 0)
 
 
 def tile_kinds_of(
@@ -147,24 +165,15 @@ class BiasProblem(NamedTuple):
 def bias_problem_of(call: Call) -> BiasProblem | None:
     """Return the problem of the gradient of a call's bias; ``None`` if no kernel covers it."""
     query, key = call.operands[:2]
-    scores = call.scores
-    if dict(scores.named).get("bias", 0) is not None or 0 in (*query.shape, *key.shape):
+    named = dict(call.scores.named)
+    if named.get("bias", 0) is not None or 0 in (*query.shape, *key.shape):
         return None
     bias = call.arrays[0]
-    staged = (
-        bias.dtype == query.dtype
-        and bias.shape[2:] == (query.shape[1], key.shape[1])
-        and key.shape[1] % (VECTOR_BYTES // bias.dtype.itemsize) == 0
-    )
-    if staged:
-        named = tuple(x for x in scores.named if x[0] != "bias")
-        scores = dataclasses.replace(scores, named=named)
-    operands = (*call.operands[:7], *call.arrays[staged:])
     try:
-        problem = problem_of(Call("bias gradient", operands, scores))
+        problem = problem_of(dataclasses.replace(call, kind="bias gradient", wanted=()))
     except (NoGpu, Untranslatable):
         return None
-    found = BiasProblem(problem, Bias(tuple(bias.shape), np.dtype(bias.dtype), staged))
+    found = BiasProblem(problem, Bias(tuple(bias.shape), np.dtype(bias.dtype)))
     return None if bias_refusal(*found) else found
 
 

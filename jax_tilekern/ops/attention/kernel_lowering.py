@@ -30,7 +30,7 @@ from jax_tilekern.ops.attention.call import (
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.ops.attention.tile_map import tile_lists
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.plans.attention.problem import STATISTICS_ROWS
+from jax_tilekern.plans.attention.problem import STATISTICS_ROWS, Attention
 from jax_tilekern.plans.attention.sm90 import (
     plan_backward,
     plan_bias_gradient,
@@ -202,19 +202,28 @@ def _planned(
     if kernel == "bias gradient":
         problem, bias = _bias_problem(call)
         statistics, *kinds = extra
-        read = [*products, values[5], statistics, arrays[0], *kinds, *arrays[bias.staged :]]
+        read = _behind_bias(problem, [*products, values[5], statistics], kinds, arrays)
         return planned_kernel(read, plan_bias_gradient, problem, bias)
     problem = problem_of(call)
     if kernel == "forward":
-        return planned_kernel([*products, *extra, *arrays], plan_forward, problem)
+        read = _behind_bias(problem, products, extra, arrays)
+        return planned_kernel(read, plan_forward, problem)
     statistics, *lists = extra
     if kernel == "backward":
-        read = [*products, values[5], statistics, *lists, *arrays]
+        read = _behind_bias(problem, [*products, values[5], statistics], lists, arrays)
         return planned_kernel(read, plan_backward, problem)
     dots = values[5 : 5 + len(wanted)]
     read = [*products, values[3], statistics, *dots, *lists, *arrays]
     moving = tuple(i in wanted for i in OF_PRODUCTS)
     return planned_kernel(read, plan_tangent, problem, moving)
+
+
+def _behind_bias(
+    problem: Attention, first: Sequence[Any], lists: Sequence[Any], arrays: Sequence[Any]
+) -> list[Any]:
+    """Return the operands of a plan, of which the bias is the first array if it is staged."""
+    staged = problem.bias is not None
+    return [*first, *arrays[:staged], *lists, *arrays[staged:]]
 
 
 def _batch(*_: Any, **__: Any) -> Any:

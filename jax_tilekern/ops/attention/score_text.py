@@ -73,6 +73,7 @@ def score_text(
         # Without a function, the kernel takes the largest product for that of the largest score.
         has_score=_flag(score is not None or not scores.scale > 0),
         has_mask=_flag(visible is not None),
+        indices=_INDICES,
         reads=_flag(bool(pointers)),
         pointers="".join(f"  {kind} {name};\n" for kind, name in zip(pointers, names, strict=True)),
         score=of_score.body("return {};"),
@@ -110,13 +111,18 @@ def _written(
         raise Untranslatable("the function has more statements than a kernel may have") from error
     if writer.workspace_bytes:
         raise Untranslatable("the function has arrays that do not fit in a thread's memory")
-    return _Written(writer.body(), [x.first for x in found])
+    # Elements of a tile with the same difference share what is computed from it.
+    body = [line.replace("lax::sub(q, k)", "at.difference") for line in writer.body()]
+    return _Written(body, [x.first for x in found])
 
 
 def _flag(value: bool) -> str:
     return str(value).lower()
 
 
+_INDICES = """\
+    const int q = at.query, k = at.key;
+    __builtin_assume(b >= 0 && h >= 0 && q >= 0 && k >= 0);"""
 _TEMPLATE = """\
 namespace tilekern {{
 
@@ -124,17 +130,17 @@ struct Functions {{
   static constexpr bool kScore = {has_score}, kMask = {has_mask}, kReads = {reads};
   static constexpr int kNumbers = {numbers};
 {pointers}
-  float score(float s, int b, int h, int q, int k) const {{
-    __builtin_assume(b >= 0 && h >= 0 && q >= 0 && k >= 0);
+  float score(float s, int b, int h, ScoreIndices at) const {{
+{indices}
 {score}
   }}
-  void derivative(float s, int b, int h, int q, int k, float& score, float& slope,
+  void derivative(float s, int b, int h, ScoreIndices at, float& score, float& slope,
                   float* partials) const {{
-    __builtin_assume(b >= 0 && h >= 0 && q >= 0 && k >= 0);
+{indices}
 {derivative}
   }}
-  bool visible(int b, int h, int q, int k) const {{
-    __builtin_assume(b >= 0 && h >= 0 && q >= 0 && k >= 0);
+  bool visible(int b, int h, ScoreIndices at) const {{
+{indices}
 {visible}
   }}
 }};

@@ -66,6 +66,9 @@ class Attention:
     functions: ScoreText = NO_FUNCTIONS
     # Lists of tiles, if there are any: the numbers of batches and heads that have their own.
     listed: tuple[int, int] | None = None
+    # The shape of a bias whose tiles the kernels stage in shared memory. Any other is an array that
+    # the functions read.
+    bias: tuple[int, int, int, int] | None = None
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -86,8 +89,9 @@ class Attention:
         if kernel == "backward_keys":
             return Tiles(queries=64, keys=128)
         if kernel == "backward_queries":
-            # Reads of arrays take registers, of which 128 keys leave few.
-            return Tiles(queries=128, keys=64 if self.functions.pointers else 128)
+            # Reads of arrays take registers, and a bias shared memory: 128 keys leave few.
+            reads = bool(self.functions.pointers) or self.bias is not None
+            return Tiles(queries=128, keys=64 if reads else 128)
         if kernel == "tangent":
             return Tiles(queries=128, keys=64)
         # Functions take registers beside three accumulators.
@@ -103,14 +107,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Bias:
-    """A bias whose gradient is computed: its shape, and the type of the result.
-
-    A ``staged`` bias is added in the kernel, and otherwise the functions of the call read it.
-    """
+    """A bias whose gradient is computed: its shape, and the type of the result."""
 
     shape: tuple[int, int, int, int]
     dtype: np.dtype[Any]
-    staged: bool
 
     def has_queries(self, problem: Attention) -> bool:
         return self.shape[2] == problem.queries

@@ -1,7 +1,8 @@
 """Launch plans of ``attention/sm90`` for a Hopper GPU.
 
-The operands of a plan are query, key, value and those that its docstring names; lists of the tiles
-that the mask leaves, if there is one; and the arrays that the functions of the call read. A list is
+The operands of a plan are query, key, value and those that its docstring names; the bias, if it is
+staged; lists of the tiles that the mask leaves, if there is one; and the arrays that the functions
+of the call read. A list is
 two arrays, counts and tiles. Statistics of rows are those of ``backward.cuh``.
 """
 
@@ -54,7 +55,7 @@ def plan_forward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         problem,
         gpu,
         "forward",
-        buffers.arrays,
+        buffers,
         maps=_maps(problem, tiles, 0, 1, 2),
         parameters=(
             *buffers.results,
@@ -62,6 +63,7 @@ def plan_forward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
             Scalars.pack("i", problem.value_features),
         ),
         staged=tiles.queries * features + tiles.stages * tiles.keys * (features + values),
+        biases=tiles.stages,
         works=math.ceil(problem.queries / tiles.queries) * problem.heads * problem.batch,
     )
     return _plan("attention", problem, gpu, buffers, launch)
@@ -86,17 +88,18 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         problem,
         gpu,
         "backward_keys",
-        buffers.arrays,
+        buffers,
         maps=_maps(problem, of_keys, 0, 1, 2, 3),
         parameters=(Buffer(4), d_key, d_value, *buffers.lists[:2], deltas, *sizes),
         staged=(of_keys.keys + of_keys.stages * of_keys.queries) * (features + values),
+        biases=of_keys.stages,
         statistics_bytes=of_keys.stages * _STATISTICS_BYTES,
     )
     queries = _launch(
         problem,
         gpu,
         "backward_queries",
-        buffers.arrays,
+        buffers,
         maps=_maps(problem, of_queries, 0, 1, 2, 3),
         parameters=(
             Buffer(4),
@@ -107,6 +110,7 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
             sizes[0],
         ),
         staged=(of_queries.queries + of_queries.stages * of_queries.keys) * (features + values),
+        biases=of_queries.stages,
     )
     return _plan("attention_gradient", problem, gpu, buffers, keys, queries)
 
@@ -132,7 +136,7 @@ def plan_tangent(
         problem,
         gpu,
         "tangent",
-        buffers.arrays,
+        buffers,
         maps=(*_maps(problem, tiles, 0, 1, 2), *_maps(problem, tiles, *own)),
         parameters=(
             *map(Buffer, (3, 4)),
@@ -149,42 +153,35 @@ def plan_tangent(
 def plan_bias_gradient(problem: Attention, bias: Bias, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan the gradient of a bias, of ``bias.result_shape``.
 
-    Operands are the gradient of out, statistics and the bias. In place of a list are the kinds of
-    tiles.
+    Operands are the gradient of out and statistics. In place of a list are the kinds of tiles.
     """
     if why := refusal(problem, gpu) or bias_refusal(problem, bias):
         return NoKernel(why)
     tiles, (features, values) = problem.tiles("bias_gradient"), problem.padded
-    buffers = _buffers(problem, operands=6, lists=1, results=1)
-    maps = _maps(problem, tiles, 0, 1, 2, 3)
-    of_bias = maps[0]  # not read
-    if bias.staged:
-        of_bias = dataclasses.replace(
-            maps[0],
-            buffer=5,
-            sizes=(*bias.shape[::-1], 1),
-            strides_bytes=tuple(ITEM_BYTES * math.prod(bias.shape[i:]) for i in (3, 2, 1, 0)),
-        )
+    buffers = _buffers(problem, operands=5, lists=1, results=1)
     shape = problem.batch, *bias.shape[:2], *bias.chunks(problem), problem.statistics
-    config = _flags(bias.staged, bias.has_queries(problem))
     launch = _launch(
         problem,
         gpu,
         "bias_gradient",
-        buffers.arrays,
-        maps=(*maps, of_bias),
+        buffers,
+        maps=_maps(problem, tiles, 0, 1, 2, 3),
         parameters=(Buffer(4), *buffers.results, *buffers.lists, Scalars.pack("5iq", *shape)),
-        staged=bias.staged * tiles.queries * tiles.keys
-        + tiles.stages * (tiles.queries + tiles.keys) * max(features, values),
-        template=f"tilekern::BiasConfig{{{config}}}, {CXX_TYPES[bias.result_dtype(problem)]}, ",
+        staged=tiles.stages * (tiles.queries + tiles.keys) * max(features, values),
+        biases=1,
+        template=f"{_flags(bias.has_queries(problem))}, {CXX_TYPES[bias.result_dtype(problem)]}, ",
         works=bias.works(problem),
     )
     return _plan("attention_bias_gradient", problem, gpu, buffers, launch)
 
 
 class _Buffers(NamedTuple):
-    """The buffers of a plan behind its first operands, in their order, and how all are aligned."""
+    """The buffers of a plan behind its first operands, in their order, and how all are aligned.
 
+    A bias that is not staged is any buffer.
+    """
+
+    bias: Buffer
     lists: Sequence[Buffer]
     arrays: Sequence[Buffer]
     results: Sequence[Buffer]
@@ -193,34 +190,43 @@ class _Buffers(NamedTuple):
 
 def _buffers(problem: Attention, *, operands: int, lists: int, results: int) -> _Buffers:
     """Return the buffers of a plan of so many; lists that kernels do not read are any buffer."""
-    counts = lists if problem.listed else 0, len(problem.functions.pointers), results
+    has_bias = problem.bias is not None
+    counts = has_bias, lists if problem.listed else 0, len(problem.functions.pointers), results
     indices = itertools.count(operands)
-    of_lists, arrays, of_results = ([Buffer(next(indices)) for _ in range(n)] for n in counts)
-    groups = zip((operands, *counts), (VECTOR_BYTES, 4, 1, VECTOR_BYTES), strict=True)
+    bias, of_lists, arrays, of_results = ([Buffer(next(indices)) for _ in range(n)] for n in counts)
+    groups = zip((operands, *counts), (VECTOR_BYTES, VECTOR_BYTES, 4, 1, VECTOR_BYTES), strict=True)
     alignments = tuple(itertools.chain(*((alignment,) * n for n, alignment in groups)))
-    return _Buffers(of_lists or [Buffer(0)] * lists, arrays, of_results, alignments)
+    (of_bias,) = bias or [Buffer(0)]
+    return _Buffers(of_bias, of_lists or [Buffer(0)] * lists, arrays, of_results, alignments)
 
 
 def _launch(
     problem: Attention,
     gpu: Gpu,
     name: str,
-    arrays: Sequence[Buffer],
+    buffers: _Buffers,
     *,
     maps: tuple[TensorMap, ...],
     parameters: tuple[Parameter, ...],
     staged: int,
+    biases: int = 0,
     statistics_bytes: int = 0,
     template: str = "",
     works: int | None = None,
 ) -> Launch:
     """Return the launch of a kernel that has ``staged`` elements of tiles in shared memory.
 
-    ``works`` are those of a persistent kernel; others have a CTA for each tile.
+    A kernel that stages tiles of a bias has ``biases`` of them. ``works`` are those of a persistent
+    kernel; others have a CTA for each tile.
     """
     tiles = problem.tiles(name)
+    if biases:
+        maps = (*maps, _bias_map(problem, tiles, buffers.bias))
+    own_biases = problem.bias or (1, 1, 1, 1)
+    if problem.bias is not None:
+        staged += biases * tiles.queries * tiles.keys
     config = f"{tiles.queries}, {tiles.keys}, {problem.padded[0]}, {problem.padded[1]}"
-    config += f", {tiles.stages}, {_flags(problem.listed is not None)}"
+    config += f", {tiles.stages}, {_flags(problem.listed is not None, problem.bias is not None)}"
     types = "".join(f", {x}" for x in problem.functions.pointers)
     file = name.partition("_")[0] if name.startswith("backward") else name
     kernel = Kernel(
@@ -238,7 +244,7 @@ def _launch(
     count = math.ceil(length / tile)
     batches, list_heads = problem.listed or (1, 1)
     shape = Scalars.pack(
-        "9if",
+        "11if",
         problem.queries,
         problem.keys,
         problem.heads,
@@ -248,6 +254,7 @@ def _launch(
         math.ceil(others[0] / others[1]),
         0 if batches == 1 else list_heads * count,
         0 if list_heads == 1 else count,
+        *(int(size > 1) for size in own_biases[:2]),
         problem.scale,
     )
     return Launch(
@@ -256,7 +263,7 @@ def _launch(
         if works is None
         else (min(works, gpu.available_sms), 1, 1),
         block=(2 * tile + 128, 1, 1),
-        parameters=(*maps, *parameters, shape, *arrays),
+        parameters=(*maps, *parameters, shape, *buffers.arrays),
         shared_memory_bytes=staged * ITEM_BYTES + statistics_bytes + _BARRIERS_BYTES,
     )
 
@@ -294,6 +301,19 @@ def _maps(problem: Attention, tiles: Tiles, *buffers: int) -> tuple[TensorMap, .
         (*of_queries, problem.value_features),
     )
     return tuple(_map(problem, x, *form) for x, form in zip(buffers, forms, strict=False))
+
+
+def _bias_map(problem: Attention, tiles: Tiles, bias: Buffer) -> TensorMap:
+    """Return the map of the bias that is staged; without one, any that is not read."""
+    (found,) = _maps(problem, tiles, bias.index)
+    if problem.bias is None:
+        return found
+    shape = problem.bias
+    return dataclasses.replace(
+        found,
+        sizes=(*shape[::-1], 1),
+        strides_bytes=tuple(ITEM_BYTES * math.prod(shape[i:]) for i in (3, 2, 1, 0)),
+    )
 
 
 def _map(

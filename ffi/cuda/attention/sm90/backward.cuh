@@ -15,6 +15,7 @@
 // logsumexp, and behind these that gradient.
 #pragma once
 
+#include "attention/sm90/bias.cuh"
 #include "attention/sm90/query_tile.cuh"
 
 namespace tilekern {
@@ -26,7 +27,10 @@ class AttentionBackwardKeys {
   using Keys = SequenceTile<config.keys, config.features>;
   using Values = SequenceTile<config.keys, config.value_features>;
   static constexpr int kStatisticsBytes = config.queries * static_cast<int>(sizeof(float));
-  static constexpr int kLoadedBytes = Queries::kBytes + Outs::kBytes + 2 * kStatisticsBytes;
+  using Biases = BiasTile<config>;
+  static constexpr int kBias = Queries::kBytes + Outs::kBytes;
+  static constexpr int kStatistics = kBias + Biases::kBytes;
+  static constexpr int kLoadedBytes = kStatistics + 2 * kStatisticsBytes;
   // Tiles begin at multiples of 1024 bytes.
   static constexpr int kStageBytes = (kLoadedBytes + 1023) / 1024 * 1024;
   using Ring = TileRing<config.stages, kStageBytes>;
@@ -54,7 +58,8 @@ class AttentionBackwardKeys {
   }
 
   void run(const TensorMap& query, const TensorMap& key, const TensorMap& value,
-           const TensorMap& d_out, T* d_key, T* d_value, int features, int value_features) {
+           const TensorMap& d_out, const TensorMap& bias, T* d_key, T* d_value, int features,
+           int value_features) {
     if (threadIdx.x == 0) {
       ring_.init(kConsumers);
       mbarrier_init(loaded_, 1);
@@ -64,7 +69,7 @@ class AttentionBackwardKeys {
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == kConsumers) {
       warpgroup_reg_dealloc<24>();
-      if (threadIdx.x % 128 == 0) produce(query, key, value, d_out);
+      if (threadIdx.x % 128 == 0) produce(query, key, value, d_out, bias);
     } else {
       warpgroup_reg_alloc<240>();
       consume(warpgroup);
@@ -89,13 +94,15 @@ class AttentionBackwardKeys {
       for (int i = 0; i < list.count(); ++i) {
         const Tile tile = list.tile(i);
         const int first = tile.number * config.queries;
-        f(head, first, tile.masked || first + config.queries > shape_.queries);
+        const bool at_end = first + config.queries > shape_.queries ||
+                            (Functions::kReads && (tile_ + 1) * config.keys > shape_.keys);
+        f(head, first, tile.masked || at_end);
       }
     }
   }
 
   void produce(const TensorMap& query, const TensorMap& key, const TensorMap& value,
-               const TensorMap& d_out) const {
+               const TensorMap& d_out, const TensorMap& bias) const {
     mbarrier_arrive_expect_tx(loaded_, Keys::kBytes + Values::kBytes);
     Keys::load(keys_, key, tile_ * config.keys, head_, batch_, loaded_);
     Values::load(values_, value, tile_ * config.keys, head_, batch_, loaded_);
@@ -108,9 +115,11 @@ class AttentionBackwardKeys {
       Outs::load(stage + Queries::kBytes, d_out, first, head, batch_, full);
       const float* row =
           statistics_ + (static_cast<int64>(batch_) * shape_.heads + head) * padded + first;
-      bulk_load(stage + Queries::kBytes + Outs::kBytes, row, kStatisticsBytes, full);
-      bulk_load(stage + Queries::kBytes + Outs::kBytes + kStatisticsBytes, row + deltas_,
-                kStatisticsBytes, full);
+      bulk_load(stage + kStatistics, row, kStatisticsBytes, full);
+      bulk_load(stage + kStatistics + kStatisticsBytes, row + deltas_, kStatisticsBytes, full);
+      if constexpr (config.biased) {
+        Biases::load(stage + kBias, bias, shape_, first, tile_ * config.keys, head, batch_, full);
+      }
       state.advance();
     });
   }
@@ -127,7 +136,9 @@ class AttentionBackwardKeys {
       float scores[kCount], d_weights[kCount];
       uint32 weights[kCount / 8][4], d_scores[kCount / 8][4];
       const uint32 queries = ring_.stage(state), outs = queries + Queries::kBytes;
-      const uint32 statistics = outs + Outs::kBytes;
+      const uint32 statistics = queries + kStatistics;
+      BiasFragment<T, config, true> bias(queries + kBias,
+                                         64 * consumer + threadIdx.x / 32 % 4 * 16);
       ring_.wait(state);
       warpgroup_fence_operand(scores);
       warpgroup_fence_operand(d_weights);
@@ -143,9 +154,12 @@ class AttentionBackwardKeys {
       float statistic[2];
       weigh_again<T>(
           scores, weights, shape_, functions_, batch_, head, masked,
-          [&](int j) { return first_query + place_.column_of(j); },
-          [&](int j) { return first_key + place_.row_of(j); },
-          [&](int j) { return scores[j] * shape_.scale; },
+          ScorePlaces<false>(first_query, first_key),
+          [&](int j) {
+            const float score = scores[j] * shape_.scale;
+            if constexpr (config.biased) return score + bias.at(j);
+            return score;
+          },
           [&](int j) {
             if (j % 2 == 0) load_shared(statistic, statistics + 4 * place_.column_of(j));
             return statistic[j % 2];
@@ -195,7 +209,8 @@ struct BackwardQueriesLayout {
   using Keys = SequenceTile<config.keys, config.features>;
   using Values = SequenceTile<config.keys, config.value_features>;
   static constexpr int kLoadedBytes = Queries::kBytes + Outs::kBytes;
-  static constexpr int kStageBytes = Keys::kBytes + Values::kBytes;
+  static constexpr int kBias = Keys::kBytes + Values::kBytes;
+  static constexpr int kStageBytes = kBias + BiasTile<config>::kBytes;
 };
 
 // Sums over a row of the gradients by numbers.
@@ -236,7 +251,8 @@ class AttentionBackwardQueries {
       : tile_(shape, functions, counts, lists, statistics), deltas_(deltas) {}
 
   void run(const TensorMap& query, const TensorMap& key, const TensorMap& value,
-           const TensorMap& d_out, T* d_query, float* d_numbers, int features) {
+           const TensorMap& d_out, const TensorMap& bias, T* d_query, float* d_numbers,
+           int features) {
     tile_.run(
         [&](uint32 to, int first, uint32 barrier) {
           Queries::load(to, query, first, tile_.head, tile_.batch, barrier);
@@ -245,6 +261,11 @@ class AttentionBackwardQueries {
         [&](uint32 to, int first, int head, uint32 barrier) {
           Keys::load(to, key, first, head, tile_.batch, barrier);
           Values::load(to + Keys::kBytes, value, first, head, tile_.batch, barrier);
+          if constexpr (config.biased) {
+            BiasTile<config>::load(to + Layout::kBias, bias, tile_.shape,
+                                   tile_.tile * config.queries, first, tile_.head, tile_.batch,
+                                   barrier);
+          }
         },
         [&] {
           consume();
@@ -278,16 +299,21 @@ class AttentionBackwardQueries {
       warpgroup_commit_batch();
       warpgroup_wait<1>();
       warpgroup_fence_operand(scores);
+      BiasFragment<T, config, false> bias(keys + Layout::kBias, row + threadIdx.x / 32 % 4 * 16);
+      const auto biased = [&](int j, float score) {
+        if constexpr (config.biased) return score + bias.at(j);
+        return score;
+      };
       if constexpr (kNumbers > 0) {
         warpgroup_wait<0>();
         warpgroup_fence_operand(d_weights);
-        tile_.weigh(scores, unused, logsumexp, first_key, masked,
+        tile_.weigh(scores, unused, logsumexp, first_key, masked, biased,
                     [&](int j, float weight, const float* partials) {
                       const int r = j >> 1 & 1;
                       numbers_[r].add(weight, d_weights[j] - delta[r], partials);
                     });
       } else {
-        tile_.weigh(scores, unused, logsumexp, first_key, masked, Unused());
+        tile_.weigh(scores, unused, logsumexp, first_key, masked, biased, Unused());
         warpgroup_wait<0>();
         warpgroup_fence_operand(d_weights);
       }
@@ -332,34 +358,28 @@ class AttentionBackwardQueries {
 };
 
 template <typename T, AttentionConfig config, class Functions, typename... Operands>
-__global__ void __launch_bounds__(config.threads(config.keys), 1)
-    attention_backward_keys(const __grid_constant__ TensorMap query,
-                            const __grid_constant__ TensorMap key,
-                            const __grid_constant__ TensorMap value,
-                            const __grid_constant__ TensorMap d_out, const float* statistics,
-                            T* d_key, T* d_value, const int32* counts, const int32* lists,
-                            int64 deltas, int features, int value_features,
-                            const __grid_constant__ AttentionShape shape,
-                            const __grid_constant__ Operands... operands) {
+__global__ void __launch_bounds__(config.threads(config.keys), 1) attention_backward_keys(
+    const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
+    const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap d_out,
+    const __grid_constant__ TensorMap bias, const float* statistics, T* d_key, T* d_value,
+    const int32* counts, const int32* lists, int64 deltas, int features, int value_features,
+    const __grid_constant__ AttentionShape shape, const __grid_constant__ Operands... operands) {
   const Functions functions{operands...};
   AttentionBackwardKeys<T, config, Functions>(shape, functions, counts, lists, statistics, deltas)
-      .run(query, key, value, d_out, d_key, d_value, features, value_features);
+      .run(query, key, value, d_out, bias, d_key, d_value, features, value_features);
 }
 
 template <typename T, AttentionConfig config, class Functions, typename... Operands>
-__global__ void __launch_bounds__(config.threads(config.queries), 1)
-    attention_backward_queries(const __grid_constant__ TensorMap query,
-                               const __grid_constant__ TensorMap key,
-                               const __grid_constant__ TensorMap value,
-                               const __grid_constant__ TensorMap d_out, const float* statistics,
-                               T* d_query, float* d_numbers, const int32* counts,
-                               const int32* lists, int64 deltas, int features,
-                               const __grid_constant__ AttentionShape shape,
-                               const __grid_constant__ Operands... operands) {
+__global__ void __launch_bounds__(config.threads(config.queries), 1) attention_backward_queries(
+    const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
+    const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap d_out,
+    const __grid_constant__ TensorMap bias, const float* statistics, T* d_query, float* d_numbers,
+    const int32* counts, const int32* lists, int64 deltas, int features,
+    const __grid_constant__ AttentionShape shape, const __grid_constant__ Operands... operands) {
   const Functions functions{operands...};
   AttentionBackwardQueries<T, config, Functions>(shape, functions, counts, lists, statistics,
                                                  deltas)
-      .run(query, key, value, d_out, d_query, d_numbers, features);
+      .run(query, key, value, d_out, bias, d_query, d_numbers, features);
 }
 
 }  // namespace tilekern

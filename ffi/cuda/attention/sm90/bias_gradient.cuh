@@ -8,6 +8,7 @@
 // `statistics` is as in backward.cuh.
 #pragma once
 
+#include "attention/sm90/bias.cuh"
 #include "attention/sm90/weights.cuh"
 
 namespace tilekern {
@@ -22,20 +23,15 @@ struct BiasShape {
   int64 deltas;
 };
 
-struct BiasConfig {
-  // Whether a tile of the bias is staged in shared memory. Otherwise `Functions` read it.
-  bool staged;
-  // Whether the bias has queries. Otherwise the result has a part for each warp of each chunk.
-  bool queries;
-};
-
-template <typename T, typename Sum, AttentionConfig config, BiasConfig bias, class Functions>
+// `kHasQueries` says whether the bias has queries. Otherwise the result has a part for each warp of
+// each chunk. `Functions` read a bias that is not staged.
+template <typename T, typename Sum, AttentionConfig config, bool kHasQueries, class Functions>
 class AttentionBiasGradient {
   using Queries = SequenceTile<config.queries, config.features>;
   using Keys = SequenceTile<config.keys, config.features>;
   using Outs = SequenceTile<config.queries, config.value_features>;
   using Values = SequenceTile<config.keys, config.value_features>;
-  using Biases = SequenceTile<config.queries, config.keys>;
+  using Biases = BiasTile<config>;
   // Stages have queries and keys, and gradients of results and values, alternately.
   static constexpr int kScoreBytes = Queries::kBytes + Keys::kBytes;
   static constexpr int kWeightBytes = Outs::kBytes + Values::kBytes;
@@ -54,14 +50,14 @@ class AttentionBiasGradient {
         kinds_(kinds),
         statistics_(statistics) {
     biases_.stages = shared_address(attention_shared);
-    ring_.stages = biases_.stages + (bias.staged ? Biases::kBytes : 0);
+    ring_.stages = biases_.stages + Biases::kBytes;
     ring_.barriers = ring_.stages + config.stages * max_of(kScoreBytes, kWeightBytes);
     biases_.barriers = ring_.barriers + Ring::kBarriersBytes;
   }
 
-  // The map of the bias is not read if it is not staged.
+  // The map of the bias is not read if that is not staged.
   void run(const TensorMap& query, const TensorMap& key, const TensorMap& value,
-           const TensorMap& d_out, const TensorMap& bias_map, Sum* d_bias) {
+           const TensorMap& d_out, const TensorMap& bias, Sum* d_bias) {
     if (threadIdx.x == 0) {
       ring_.init(kConsumers);
       biases_.init(kConsumers);
@@ -74,7 +70,7 @@ class AttentionBiasGradient {
       consume(consumer, d_bias);
     } else {
       warpgroup_reg_dealloc<24>();
-      if (threadIdx.x % 128 == 0) produce(query, key, value, d_out, bias_map);
+      if (threadIdx.x % 128 == 0) produce(query, key, value, d_out, bias);
     }
   }
 
@@ -117,7 +113,7 @@ class AttentionBiasGradient {
         }
       }
     };
-    if constexpr (bias.queries) {
+    if constexpr (kHasQueries) {
       of_tile(work.chunk);
     } else {
       const int first = work.chunk * bias_shape_.chunk_tiles;
@@ -127,7 +123,7 @@ class AttentionBiasGradient {
   }
 
   void produce(const TensorMap& query, const TensorMap& key, const TensorMap& value,
-               const TensorMap& d_out, const TensorMap& bias_map) const {
+               const TensorMap& d_out, const TensorMap& bias) const {
     typename Ring::State state;
     typename BiasRing::State of_bias;
     for_each_work([&](const Work& work) {
@@ -135,10 +131,10 @@ class AttentionBiasGradient {
       bool is_first = true;
       for_each_part(work, [&](int tile, int batch, int head, bool) {
         const int first_query = tile * config.queries;
-        if (bias.staged && is_first) {
+        if (config.biased && is_first) {
           biases_.acquire(of_bias, Biases::kBytes);
-          Biases::load(biases_.stage(of_bias), bias_map, first_query, work.head, work.batch,
-                       biases_.full(of_bias), first_key);
+          Biases::load(biases_.stage(of_bias), bias, shape_, first_query, first_key, work.head,
+                       work.batch, biases_.full(of_bias));
           of_bias.advance();
         }
         is_first = false;
@@ -165,11 +161,11 @@ class AttentionBiasGradient {
       for (int j = 0; j < kCount; ++j) sums_[j] = 0;
       bool is_first = true;
       for_each_part(work, [&](int tile, int batch, int head, bool masked) {
-        if (bias.staged && is_first) biases_.wait(of_bias);
+        if (config.biased && is_first) biases_.wait(of_bias);
         is_first = false;
         add(consumer, tile, work.key_tile, batch, head, masked, state);
       });
-      if (bias.staged && !is_first) {
+      if (config.biased && !is_first) {
         // All of the consumer's threads have read the tile.
         sync_consumer(1 + consumer);
         biases_.release(of_bias);
@@ -207,15 +203,14 @@ class AttentionBiasGradient {
     warpgroup_fence_operand(scores);
     ring_.release(of_scores);
     uint32 unused[kCount / 8][4];
-    float pair[2];
+    BiasFragment<T, config, false> bias(biases_.stages, row + threadIdx.x / 32 % 4 * 16);
     weigh_again<T>(
         scores, unused, shape_, functions_, batch, head, masked,
-        [&](int j) { return first_query + place_.row_of(j); },
-        [&](int j) { return first_key + place_.column_of(j); },
+        ScorePlaces<true>(first_query, first_key),
         [&](int j) {
-          if constexpr (!bias.staged) return scores[j] * shape_.scale;
-          if (j % 2 == 0) load_bias(pair, row + place_.row_of(j), place_.column_of(j));
-          return scores[j] * shape_.scale + pair[j % 2];
+          const float score = scores[j] * shape_.scale;
+          if constexpr (config.biased) return score + bias.at(j);
+          return score;
         },
         [&](int j) { return logsumexp[j >> 1 & 1]; }, Unused());
     warpgroup_wait<0>();
@@ -226,25 +221,14 @@ class AttentionBiasGradient {
     for (int j = 0; j < kCount; ++j) sums_[j] += scores[j] * (d_weights[j] - delta[j >> 1 & 1]);
   }
 
-  // Reads two adjacent columns of the staged tile of the bias.
-  void load_bias(float (&pair)[2], int row, int column) const {
-    const uint32 line =
-        biases_.stages + column / kChunkFeatures * Biases::kChunkBytes + row * kRowBytes;
-    uint32 word[1];
-    load_shared(word, line + (column % kChunkFeatures * 2 ^ row % 8 * 16));
-    T values[2] = {{static_cast<uint16>(word[0])}, {static_cast<uint16>(word[0] >> 16)}};
-    pair[0] = to_float(values[0]);
-    pair[1] = to_float(values[1]);
-  }
-
   void store(int consumer, const Work& work, Sum* d_bias) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_query = work.chunk * config.queries + 64 * consumer;
     const int first_key = work.key_tile * config.keys;
-    const int rows = bias.queries ? shape_.queries : bias_shape_.chunks * kWarps;
+    const int rows = kHasQueries ? shape_.queries : bias_shape_.chunks * kWarps;
     const int64 own = static_cast<int64>(work.batch) * bias_shape_.own_heads + work.head;
     d_bias += own * rows * shape_.keys;
-    if constexpr (!bias.queries) {
+    if constexpr (!kHasQueries) {
 #pragma unroll
       for (int j = 0; j < kCount; j += j & 1 ? 3 : 1) {
         sums_[j] += sums_[j + 2];
@@ -256,8 +240,8 @@ class AttentionBiasGradient {
       if (lane / 4 != 0) return;
     }
 #pragma unroll
-    for (int j = 0; j < kCount; j += bias.queries ? 2 : 4) {
-      const int row = bias.queries ? first_query + place_.row_of(j) : work.chunk * kWarps + warp;
+    for (int j = 0; j < kCount; j += kHasQueries ? 2 : 4) {
+      const int row = kHasQueries ? first_query + place_.row_of(j) : work.chunk * kWarps + warp;
       const int column = first_key + place_.column_of(j);
       if (row >= rows || column >= shape_.keys) continue;
       Sum* to = d_bias + static_cast<int64>(row) * shape_.keys + column;
@@ -281,18 +265,18 @@ class AttentionBiasGradient {
   float sums_[kCount];
 };
 
-template <typename T, AttentionConfig config, BiasConfig bias, typename Sum, class Functions,
+template <typename T, AttentionConfig config, bool kHasQueries, typename Sum, class Functions,
           typename... Operands>
 __global__ void __launch_bounds__(config.threads(config.queries), 1) attention_bias_gradient(
     const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
     const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap d_out,
-    const __grid_constant__ TensorMap bias_map, const float* statistics, Sum* d_bias,
-    const int8* kinds, const __grid_constant__ BiasShape bias_shape,
-    const __grid_constant__ AttentionShape shape, const __grid_constant__ Operands... operands) {
+    const __grid_constant__ TensorMap bias, const float* statistics, Sum* d_bias, const int8* kinds,
+    const __grid_constant__ BiasShape bias_shape, const __grid_constant__ AttentionShape shape,
+    const __grid_constant__ Operands... operands) {
   const Functions functions{operands...};
-  AttentionBiasGradient<T, Sum, config, bias, Functions>(shape, bias_shape, functions, kinds,
-                                                         statistics)
-      .run(query, key, value, d_out, bias_map, d_bias);
+  AttentionBiasGradient<T, Sum, config, kHasQueries, Functions>(shape, bias_shape, functions, kinds,
+                                                                statistics)
+      .run(query, key, value, d_out, bias, d_bias);
 }
 
 }  // namespace tilekern

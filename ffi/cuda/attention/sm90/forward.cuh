@@ -9,11 +9,11 @@
 //
 //   kScore, kMask                   whether there are any
 //   kReads                          whether they read arrays, by indices within the sequences
-//   score(s, b, h, q, k)            the score of scale times the product of query and key
-//   visible(b, h, q, k)             whether the query sees the key
+//   score(s, b, h, at)              the score of scale times the product of query and key
+//   visible(b, h, at)               whether the query sees the key
 #pragma once
 
-#include "attention/sm90/tiles.cuh"
+#include "attention/sm90/bias.cuh"
 
 namespace tilekern {
 
@@ -22,10 +22,13 @@ class AttentionForward {
   using Queries = SequenceTile<config.queries, config.features>;
   using Keys = SequenceTile<config.keys, config.features>;
   using Values = SequenceTile<config.keys, config.value_features>;
+  using Biases = BiasTile<config>;
   using QueryRing = TileRing<1, Queries::kBytes>;
   using KeyRing = TileRing<config.stages, Keys::kBytes>;
   using ValueRing = TileRing<config.stages, Values::kBytes>;
+  using BiasRing = TileRing<config.stages, Biases::kBytes>;
   static constexpr int kConsumers = config.queries / 64;
+  static constexpr bool kScore = Functions::kScore || config.biased;
   static constexpr int kCount = config.keys / 2;
 
  public:
@@ -35,24 +38,28 @@ class AttentionForward {
     queries_.stages = shared_address(attention_shared);
     keys_.stages = queries_.stages + Queries::kBytes;
     values_.stages = keys_.stages + config.stages * Keys::kBytes;
-    queries_.barriers = values_.stages + config.stages * Values::kBytes;
+    biases_.stages = values_.stages + config.stages * Values::kBytes;
+    queries_.barriers = biases_.stages + config.stages * Biases::kBytes;
     keys_.barriers = queries_.barriers + QueryRing::kBarriersBytes;
     values_.barriers = keys_.barriers + KeyRing::kBarriersBytes;
+    biases_.barriers = values_.barriers + ValueRing::kBarriersBytes;
   }
 
-  void run(const TensorMap& query, const TensorMap& key, const TensorMap& value, T* out,
-           float* logsumexp, int value_features) {
+  // The map of the bias is not read if there is none.
+  void run(const TensorMap& query, const TensorMap& key, const TensorMap& value,
+           const TensorMap& bias, T* out, float* logsumexp, int value_features) {
     if (threadIdx.x == 0) {
       queries_.init(kConsumers);
       keys_.init(kConsumers);
       values_.init(kConsumers);
+      biases_.init(kConsumers);
       fence_barrier_init();
     }
     __syncthreads();
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == kConsumers) {
       warpgroup_reg_dealloc<24>();
-      if (threadIdx.x % 128 == 0) produce(query, key, value);
+      if (threadIdx.x % 128 == 0) produce(query, key, value, bias);
     } else {
       warpgroup_reg_alloc<240>();
       typename QueryRing::State of_queries;
@@ -88,7 +95,8 @@ class AttentionForward {
     }
   }
 
-  void produce(const TensorMap& query, const TensorMap& key, const TensorMap& value) const {
+  void produce(const TensorMap& query, const TensorMap& key, const TensorMap& value,
+               const TensorMap& bias) const {
     typename QueryRing::State of_queries;
     typename KeyRing::State state;
     for_each_work([&](const Work& work) {
@@ -101,6 +109,11 @@ class AttentionForward {
         const int first = work.list.tile(i).number * config.keys, head = work.head / shape_.group;
         keys_.acquire(state, Keys::kBytes);
         Keys::load(keys_.stage(state), key, first, head, work.batch, keys_.full(state));
+        if constexpr (config.biased) {
+          biases_.acquire(state, Biases::kBytes);
+          Biases::load(biases_.stage(state), bias, shape_, work.first_query, first, work.head,
+                       work.batch, biases_.full(state));
+        }
         values_.acquire(state, Values::kBytes);
         Values::load(values_.stage(state), value, first, head, work.batch, values_.full(state));
       }
@@ -127,7 +140,7 @@ class AttentionForward {
     warpgroup_fence_operand(scores);
     keys_.release(state);
     float factors[2];
-    weigh(scores, factors, consumer, work, work.list.tile(0));
+    weigh(scores, factors, consumer, work, work.list.tile(0), state);
     as_lhs<T>(weights, scores);
     for (int i = 1; i < work.list.count(); ++i) {
       const Tile tile = work.list.tile(i);
@@ -138,7 +151,7 @@ class AttentionForward {
       warpgroup_wait<1>();
       warpgroup_fence_operand(scores);
       keys_.release(state);
-      weigh(scores, factors, consumer, work, tile);
+      weigh(scores, factors, consumer, work, tile, state);
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums_);
       values_.release(before);
@@ -176,32 +189,53 @@ class AttentionForward {
   // Turns products of queries and keys into weights relative to the maxima so far, and returns the
   // factors that bring earlier sums to these maxima.
   void weigh(float (&scores)[kCount], float (&factors)[2], int consumer, const Work& work,
-             Tile tile) {
+             Tile tile, const typename KeyRing::State& state) {
     const int first_key = tile.number * config.keys;
     const int first_query = work.first_query + 64 * consumer;
-    if constexpr (Functions::kScore) {
+    const ScorePlaces<true> places(first_query, first_key);
+    if constexpr (kScore) {
+      const int row = 64 * consumer + threadIdx.x / 32 % 4 * 16;
+      if constexpr (config.biased) biases_.wait(state);
+      BiasFragment<T, config, false> bias(biases_.stage(state), row);
+      const auto evaluate = [&](auto clamps) {
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        const int query = readable<Functions>(first_query + place_.row_of(j), shape_.queries);
-        const int key = readable<Functions>(first_key + place_.column_of(j), shape_.keys);
-        scores[j] = functions_.score(scores[j] * shape_.scale, work.batch, work.head, query, key);
+        for (int j = 0; j < kCount; ++j) {
+          float score = scores[j] * shape_.scale;
+          if constexpr (config.biased) score += bias.at(j);
+          if constexpr (Functions::kScore) {
+            const ScoreIndices at =
+                decltype(clamps)::value ? places.readable(j, shape_) : places.at(j);
+            score = functions_.score(score, work.batch, work.head, at);
+          }
+          scores[j] = score;
+        }
+      };
+      if (Functions::kReads &&
+          (first_query + 64 > shape_.queries || first_key + config.keys > shape_.keys)) {
+        evaluate(BoolConstant<true>());
+      } else {
+        evaluate(BoolConstant<false>());
+      }
+      if constexpr (config.biased) {
+        // All of the consumer's threads have read the tile.
+        sync_consumer(1 + consumer);
+        biases_.release(state);
       }
     }
     if (tile.masked || first_key + config.keys > shape_.keys) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        const int query = readable<Functions>(first_query + place_.row_of(j), shape_.queries);
-        const int key = first_key + place_.column_of(j);
-        bool visible = key < shape_.keys;
+        bool visible = places.at(j).key < shape_.keys;
         if constexpr (Functions::kMask) {
-          visible = visible && functions_.visible(work.batch, work.head, query, key);
+          const ScoreIndices at = Functions::kReads ? places.readable(j, shape_) : places.at(j);
+          visible = visible && functions_.visible(work.batch, work.head, at);
         }
         scores[j] = visible ? scores[j] : -INFINITY;
       }
     }
     const auto larger = [](float x, float y) { return fmaxf(x, y); };
     // Weights are powers of two of the scores times this.
-    const float rate = Functions::kScore ? kLog2E : shape_.scale * kLog2E;
+    const float rate = kScore ? kLog2E : shape_.scale * kLog2E;
     float bases[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -235,7 +269,7 @@ class AttentionForward {
       factors[r] = total == 0 ? 0 : 1 / total;
       const int row = place_.row + 8 * r;
       if (threadIdx.x % 4 == 0 && row < rows) {
-        const float maximum = Functions::kScore ? maxima_[r] : maxima_[r] * shape_.scale;
+        const float maximum = kScore ? maxima_[r] : maxima_[r] * shape_.scale;
         logsumexp[(static_cast<int64>(work.batch) * shape_.heads + work.head) * shape_.queries +
                   first + row] = total == 0 ? -INFINITY : maximum + logf(total);
       }
@@ -252,6 +286,7 @@ class AttentionForward {
   QueryRing queries_;
   KeyRing keys_;
   ValueRing values_;
+  BiasRing biases_;
   AccumulatorPlace place_;
   float sums_[config.value_features / 2];
   float maxima_[2], totals_[2];
@@ -261,13 +296,14 @@ template <typename T, AttentionConfig config, class Functions, typename... Opera
 __global__ void __launch_bounds__(config.threads(config.queries), 1)
     attention_forward(const __grid_constant__ TensorMap query,
                       const __grid_constant__ TensorMap key,
-                      const __grid_constant__ TensorMap value, T* out, float* logsumexp,
+                      const __grid_constant__ TensorMap value,
+                      const __grid_constant__ TensorMap bias, T* out, float* logsumexp,
                       const int32* counts, const int32* lists, int value_features,
                       const __grid_constant__ AttentionShape shape,
                       const __grid_constant__ Operands... operands) {
   const Functions functions{operands...};
   AttentionForward<T, config, Functions>(shape, functions, counts, lists)
-      .run(query, key, value, out, logsumexp, value_features);
+      .run(query, key, value, bias, out, logsumexp, value_features);
 }
 
 }  // namespace tilekern

@@ -82,7 +82,9 @@ struct QueryTile {
       const Tile keys = list.tile(i);
       const int first_key = keys.number * config.keys;
       ring.wait(state);
-      step(ring.stage(state), first_key, keys.masked || first_key + config.keys > shape.keys);
+      const bool at_end = first_key + config.keys > shape.keys ||
+                          (Functions::kReads && first_query + 64 > shape.queries);
+      step(ring.stage(state), first_key, keys.masked || at_end);
       ring.release(state);
     }
   }
@@ -93,14 +95,14 @@ struct QueryTile {
                     beyond);
   }
 
-  template <class Use>
+  // `biased(j, x)` is the scaled product x of accumulator j with its bias.
+  template <class Biased, class Use>
   void weigh(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4], const float (&logsumexp)[2],
-             int first_key, bool masked, const Use& use) const {
+             int first_key, bool masked, const Biased& biased, const Use& use) const {
     weigh_again<T>(
         scores, weights, shape, functions, batch, head, masked,
-        [&](int j) { return first_query + place.row_of(j); },
-        [&](int j) { return first_key + place.column_of(j); },
-        [&](int j) { return scores[j] * shape.scale; },
+        ScorePlaces<true>(first_query, first_key),
+        [&](int j) { return biased(j, scores[j] * shape.scale); },
         [&](int j) { return logsumexp[j >> 1 & 1]; }, use);
   }
 };

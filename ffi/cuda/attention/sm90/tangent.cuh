@@ -104,7 +104,8 @@ class AttentionTangent {
         warpgroup_wait<0>();
       }
       warpgroup_fence_operand(scores);
-      tile_.weigh(scores, weights, logsumexp, first_key, masked, Unused());
+      tile_.weigh(
+          scores, weights, logsumexp, first_key, masked, [](int, float x) { return x; }, Unused());
       warpgroup_fence_operand(sums_);
       if constexpr (moving.value) {
         warpgroup_arrive();

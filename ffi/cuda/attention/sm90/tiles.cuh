@@ -36,6 +36,8 @@ struct AttentionShape {
   int32 tiles, works, listed;
   // Lists between those of neighbouring batches and heads; 0 where all have the same.
   int32 batch_lists, head_lists;
+  // Steps of a bias along the batch and the heads: 0 where all have the same.
+  int32 bias_batches, bias_heads;
   float scale;
 };
 
@@ -45,6 +47,8 @@ struct AttentionConfig {
   int features, value_features;
   int stages;
   bool listed;
+  // Whether there is a bias whose tiles are staged in shared memory.
+  bool biased;
 
   static constexpr int threads(int rows) { return 2 * rows + 128; }
 };
@@ -125,17 +129,16 @@ inline void as_lhs(uint32 (&words)[kSteps][4], const float (&values)[kCount]) {
   }
 }
 
-// The index that functions get of a row of a tile, which may lie behind the sequence.
-template <class Functions>
-inline int readable(int index, int size) {
-  return Functions::kReads ? min_of(index, size - 1) : index;
-}
-
 inline float exp2_approximate(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
+
+template <bool kValue>
+struct BoolConstant {
+  static constexpr bool value = kValue;
+};
 
 // Where this thread's accumulators of an MMA lie: accumulator i is in row row(i) of the warpgroup's
 // 64, and in column column(i).
@@ -147,6 +150,39 @@ struct AccumulatorPlace {
 
   int row_of(int i) const { return row + (i >> 1 & 1) * 8; }
   int column_of(int i) const { return column + i / 4 * 8 + (i & 1); }
+};
+
+// What functions get of a score: the indices of its query and key, and their difference.
+struct ScoreIndices {
+  int query, key, difference;
+};
+
+// The scores of a thread's accumulators, whose rows are queries or keys. Differences are computed
+// from that of the first, so that equal ones are known to be equal.
+template <bool kRowsAreQueries>
+struct ScorePlaces {
+  int query, key;
+
+  // Rows and columns of the MMA begin at this query and key.
+  ScorePlaces(int first_query, int first_key) {
+    const AccumulatorPlace place;
+    query = first_query + (kRowsAreQueries ? place.row : place.column);
+    key = first_key + (kRowsAreQueries ? place.column : place.row);
+  }
+
+  ScoreIndices at(int i) const {
+    const int row = (i >> 1 & 1) * 8, column = i / 4 * 8 + (i & 1);
+    const int of_query = kRowsAreQueries ? row : column, of_key = kRowsAreQueries ? column : row;
+    return {query + of_query, key + of_key, query - key + (of_query - of_key)};
+  }
+
+  // The nearest of indices within the sequences, which functions may read arrays at.
+  ScoreIndices readable(int i, const AttentionShape& shape) const {
+    ScoreIndices found = at(i);
+    found.query = min_of(found.query, shape.queries - 1);
+    found.key = min_of(found.key, shape.keys - 1);
+    return {found.query, found.key, found.query - found.key};
+  }
 };
 
 // Reduces a value over the four threads that have a row's accumulators.

@@ -3,7 +3,7 @@
 // `Functions` has besides those of the forward kernel
 //
 //   kNumbers                        numbers of a batch and head that derivatives are wanted by
-//   derivative(s, b, h, q, k, score, slope, partials)
+//   derivative(s, b, h, at, score, slope, partials)
 //                                   the score, and its derivatives by s and by these numbers
 #pragma once
 
@@ -11,38 +11,32 @@
 
 namespace tilekern {
 
-template <bool kValue>
-struct BoolConstant {
-  static constexpr bool value = kValue;
-};
-
 // Scores in, P times the slope out; P goes to `weights` as lhs. Functions of an accumulator's index
-// give its query, its key, its scaled product, and the logsumexp in base 2. `use(j, weight,
-// partials)` is called with each weight and the derivatives by the numbers.
-template <typename T, class Functions, int kCount, class Query, class Key, class Scaled,
-          class Logsumexp, class Use>
+// give its scaled product and the logsumexp in base 2. `use(j, weight, partials)` is called with
+// each weight and the derivatives by the numbers. Places beyond the sequences are masked.
+template <typename T, class Functions, int kCount, class Places, class Scaled, class Logsumexp,
+          class Use>
 inline void weigh_again(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4],
                         const AttentionShape& shape, const Functions& functions, int batch,
-                        int head, bool masked, const Query& query, const Key& key,
-                        const Scaled& scaled, const Logsumexp& logsumexp, const Use& use) {
+                        int head, bool masked, const Places& places, const Scaled& scaled,
+                        const Logsumexp& logsumexp, const Use& use) {
   const auto weigh = [&](auto is_masked) {
 #pragma unroll
     for (int j = 0; j < kCount; j += 2) {
       float both[2];
 #pragma unroll
       for (int of = 0; of < 2; ++of) {
-        const int q = query(j + of), k = key(j + of);
         float score = scaled(j + of), slope = 1, partials[Functions::kNumbers + 1];
         if constexpr (Functions::kScore) {
-          functions.derivative(score, batch, head, readable<Functions>(q, shape.queries),
-                               readable<Functions>(k, shape.keys), score, slope, partials);
+          const ScoreIndices at =
+              decltype(is_masked)::value ? places.readable(j + of, shape) : places.at(j + of);
+          functions.derivative(score, batch, head, at, score, slope, partials);
         }
         float weight = exp2_approximate(score * kLog2E - logsumexp(j + of));
         if constexpr (decltype(is_masked)::value) {
-          bool visible = q < shape.queries && k < shape.keys;
-          if constexpr (Functions::kMask) {
-            visible = visible && functions.visible(batch, head, q, k);
-          }
+          const ScoreIndices at = places.at(j + of);
+          bool visible = at.query < shape.queries && at.key < shape.keys;
+          if constexpr (Functions::kMask) visible = visible && functions.visible(batch, head, at);
           weight = visible ? weight : 0;
           slope = visible ? slope : 0;
         }
