@@ -10,9 +10,8 @@
 // integers in 16-bit floats, and rows of x are columns. Scales multiply the sums of a group in
 // float32. One thread of a warp of its own loads the k-tiles of a CTA by TMA. A k-tile has
 // 128 bytes of each row of weights. Cooperative consumers have 64 rows of weights each, and others
-// alternate k-tiles of the same rows. CTAs of a cluster have the same rows of x, and multicast them
-// to each other. Rows of x have the order along k that fragments of weights have, which
-// `fragment_order.cuh` gives them.
+// alternate k-tiles of the same rows. Rows of x have the order along k that fragments of weights
+// have, which `fragment_order.cuh` gives them.
 #pragma once
 
 #include "epilogue.cuh"
@@ -85,8 +84,9 @@ class WeightOnlyMatmul {
   static constexpr bool kAhead = kGroups <= 2;
   static constexpr bool kTakesRegisters = weight_only_takes_registers(config);
   static_assert(config.block_k * kBits == 8 * kTileRowBytes && config.block_k % kGroup == 0);
-  // K-tiles of weights that are loaded before the first rows of x, which come behind them.
-  static constexpr int kEarly = min_of(4, config.stages);
+  // Whether the first fragments of a k-tile are converted while the MMAs of the one before run.
+  // That holds its stage until the next one is full, and others of an SM hide the conversion, too.
+  static constexpr bool kBeginsEarly = config.cooperative;
   static constexpr int kKConsumers = config.consumers / config.tile_consumers();
   static constexpr int kResultsBytes = (kKConsumers - 1) * kCount * 128 * 4;
   static_assert(config.consumer_m() == 64);
@@ -120,7 +120,7 @@ class WeightOnlyMatmul {
     }
     tiles_.prepare(weight_only_shared + Pipeline::kStagesBytes + Pipeline::kBarriersBytes +
                    kResultsBytes);
-    sync();
+    __syncthreads();
     if (threadIdx.x / 128 < config.consumers) {
       if constexpr (kTakesRegisters) warpgroup_reg_alloc<232>();
       consume(epilogue);
@@ -128,31 +128,15 @@ class WeightOnlyMatmul {
       if constexpr (kTakesRegisters) warpgroup_reg_dealloc<40>();
       if (threadIdx.x % 128 == 0) produce(weights, second, x);
     }
-    // CTAs of a cluster write to each other's shared memory to the end, so none may exit before.
-    if constexpr (config.cluster > 1) {
-      __syncwarp();
-      cluster_sync();
-    }
   }
 
  private:
-  static void sync() {
-    if constexpr (config.cluster > 1) {
-      cluster_sync();
-    } else {
-      __syncthreads();
-    }
-  }
-
   // Weights do not depend on the launch before, which orders rows of x.
   void produce(const TensorMap& weights, const TensorMap& second, const TensorMap& x) const {
     WeightOnlyTile tile;
     typename Pipeline::State state;
     for (int number = 0; tiles_.find(number, tile); ++number) {
-      const Scales scales = scales_of(tile);
-      prefetch_of_rows(scales.scales, tile);
-      if constexpr (kZeros) prefetch_of_rows(scales.zeros, tile);
-      const int early = number > 0 ? 0 : min_of(kEarly, tile.k_tiles);
+      const int early = number > 0 ? 0 : min_of(config.stages, tile.k_tiles);
       for (int i = 0; i < early; ++i) load_weights(weights, second, tile, i, i);
       if (number == 0) wait_for_prerequisites();
       for (int i = 0; i < tile.k_tiles; ++i, state.advance()) {
@@ -160,41 +144,15 @@ class WeightOnlyMatmul {
           pipeline_.wait_empty(state);
           load_weights(weights, second, tile, i, state.stage);
         }
-        load_x(x, tile, i, state.stage);
+        tma_load(pipeline_.stage(state.stage) + kWeightBytes, x,
+                 {{0, tile.token, (tile.first_k_tile + i) * kChunks, tile.x, 0}},
+                 pipeline_.full(state.stage));
       }
-    }
-  }
-
-  // Each CTA of a cluster loads some chunks, and multicasts them to all of it.
-  void load_x(const TensorMap& x, const WeightOnlyTile& tile, int k_tile, int stage) const {
-    constexpr int kShare = kChunks / config.cluster;
-    static_assert(kChunks % config.cluster == 0);
-    const int first = config.cluster > 1 ? cluster_cta_rank() * kShare : 0;
-    const TmaCoordinates from = {
-        {0, tile.token, (tile.first_k_tile + k_tile) * kChunks + first, tile.x, 0}};
-    const uint32 to = pipeline_.stage(stage) + kWeightBytes + first * XChunk::kBytes;
-    if constexpr (config.cluster > 1) {
-      tma_load_multicast(to, x, from, pipeline_.full(stage), (1 << config.cluster) - 1);
-    } else {
-      tma_load(to, x, from, pipeline_.full(stage));
     }
   }
 
   Scales scales_of(const WeightOnlyTile& tile) const {
     return Tiles::kMany && tile.second ? second_ : first_;
-  }
-
-  // Prefetches the scales or zero points of the tile's rows, which are adjacent, unless they are
-  // many.
-  template <typename Number>
-  void prefetch_of_rows(const Number* numbers, const WeightOnlyTile& tile) const {
-    constexpr int64 kMost = 1 << 18;
-    const int64 first = first_group(tile, 0);
-    const int64 count = first_group(tile, config.block_m - 1) + shape_.groups - first;
-    const int64 bytes = count * static_cast<int64>(sizeof(Number));
-    if (tile.k_tiles > 0 && bytes <= kMost) {
-      prefetch_to_l2(numbers + first, static_cast<int>(bytes));
-    }
   }
 
   // The first scale of a row of the tile, or of the last row of weights.
@@ -252,6 +210,9 @@ class WeightOnlyMatmul {
         if (own < tile.k_tiles) next = state;
         multiply_k_tile(fragments, pipeline_.stage(stage), tile.first_k_tile + own, next);
         pipeline_.release(stage);
+        if (!kBeginsEarly && own < tile.k_tiles) {
+          begin_k_tile(fragments, state, tile.first_k_tile + own);
+        }
       }
       own -= tile.k_tiles;
       if constexpr (kKConsumers > 1) {
@@ -343,7 +304,7 @@ class WeightOnlyMatmul {
       if (kSums > 1 && group > 0 && begins_group) promote(group - 1);
       if (batch + 1 < kTileBatches) {
         convert(fragments, stage, batch + 1);
-      } else {
+      } else if (kBeginsEarly) {
         begin_k_tile(fragments, next, next_k_tile);
       }
     }

@@ -40,6 +40,8 @@ _ORDER_THREADS = 128
 _TOKENS = (8, 16, 32, 64, 128)
 _ITEM_BYTES = 2
 _MAX_STAGES = 12
+# Measured on an H200: more stages make a product by one matrix slower.
+_STAGES = 4
 _MOST_SPANS_BYTES = 16384
 _BARRIERS_BYTES = 2 * 8 * _MAX_STAGES
 # A part of k has so many k-tiles at least, so that its partial sums are few beside its operands.
@@ -158,14 +160,13 @@ class WeightOnlyProduct:
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of a CTA's tile, and how many CTAs an SM is to hold and a cluster has."""
+    """Sizes of a CTA's tile, and how many CTAs an SM is to hold."""
 
     tokens: int
     consumers: int
     cooperative: bool
     stages: int
     ctas: int
-    cluster: int
 
     @property
     def rows(self) -> int:
@@ -264,8 +265,7 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
     tile = tile_of(problem, gpu)
     tiles = math.ceil(problem.n / tile.rows), math.ceil(problem.m / tile.tokens)
     splits, split_k_tiles = _split(problem, math.prod(tiles) * problem.batch, tile, gpu)
-    of_clusters = math.ceil(tiles[0] / tile.cluster) * tile.cluster
-    grid = of_clusters, tiles[1], problem.batch * splits
+    grid = *tiles, problem.batch * splits
     if problem.ragged:
         most = (1 + problem.pair) * tiles[0] * max_tiles(problem.geometry_of_groups, tile.tokens)
         grid = min(most, gpu.available_sms * tile.ctas), 1, 1
@@ -318,7 +318,6 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
             entry=compiled.entry(kernel.name),
             grid=grid,
             block=(tile.threads, 1, 1),
-            cluster=(tile.cluster, 1, 1),
             parameters=(
                 weights,
                 x,
@@ -391,7 +390,7 @@ def tile_of(problem: WeightOnlyProduct, gpu: Gpu) -> Tile:
     if problem.ragged and tokens <= _TOKENS[1]:
         # A tile has few k-tiles, and CTAs side by side hide where it begins and ends.
         smallest = tokens == _TOKENS[0] and problem.zero_dtype is None
-        tile = Tile(tokens, 1, cooperative=False, stages=1, ctas=4 if smallest else 3, cluster=1)
+        tile = Tile(tokens, 1, cooperative=False, stages=1, ctas=4 if smallest else 3)
         return _with_stages(problem, tile, gpu)
     # So do zero points beside another CTA of an SM.
     few = tokens <= _TOKENS[1 if problem.zero_dtype is None else 0]
@@ -401,11 +400,7 @@ def tile_of(problem: WeightOnlyProduct, gpu: Gpu) -> Tile:
         cooperative=not few,
         stages=1,
         ctas=2 if few else 1,
-        cluster=1,
     )
-    # Two CTAs that read each other's rows of x leave bandwidth of L2 to weights.
-    if tokens > _TOKENS[0] and problem.n > tile.rows and not problem.ragged:
-        tile = dataclasses.replace(tile, cluster=2)
     return _with_stages(problem, tile, gpu)
 
 
@@ -414,7 +409,7 @@ def _with_stages(problem: WeightOnlyProduct, tile: Tile, gpu: Gpu) -> Tile:
     room = (gpu.shared_memory_bytes + RESERVED_SHARED_BYTES) // tile.ctas - RESERVED_SHARED_BYTES
     room -= tile.result_bytes + _BARRIERS_BYTES + problem.spans_bytes
     stages = room // _stage_bytes(problem, tile)
-    return dataclasses.replace(tile, stages=min(stages, _MAX_STAGES))
+    return dataclasses.replace(tile, stages=min(stages, _MAX_STAGES if problem.ragged else _STAGES))
 
 
 def _split(problem: WeightOnlyProduct, tiles: int, tile: Tile, gpu: Gpu) -> tuple[int, int]:
@@ -437,7 +432,7 @@ def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Ker
         stages=tile.stages,
         consumers=tile.consumers,
         cooperative=tile.cooperative,
-        cluster=tile.cluster,
+        cluster=1,
         lhs_k_major=True,
         rhs_k_major=True,
         out_m_major=True,
@@ -464,7 +459,7 @@ def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Ker
         problem.epilogue,
         columns=problem.n,
         within_rows=problem.m % tile.tokens == 0,
-        within_columns=problem.n % (tile.rows * tile.cluster) == 0,
+        within_columns=problem.n % tile.rows == 0,
         tile_columns=tile.rows,
     )
 
@@ -505,7 +500,7 @@ def _maps(problem: WeightOnlyProduct, tile: Tile, ordered: int) -> tuple[TensorM
         dtype=_TENSOR_MAP_DTYPES[problem.dtype],
         sizes=(_CHUNK, problem.m, problem.chunks, problem.batch if problem.x_batched else 1, 1),
         strides_bytes=(row, _ROW_BYTES, *[problem.m * row] * 2),
-        box=(_CHUNK, tile.tokens, problem.block_k // _CHUNK // tile.cluster, 1, 1),
+        box=(_CHUNK, tile.tokens, problem.block_k // _CHUNK, 1, 1),
         swizzle=128,
     )
     return weights, x
