@@ -197,8 +197,8 @@ class WeightOnlyMatmul {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) result_[i] = 0;
       if (own < tile.k_tiles) {
-        begin_k_tile(fragments, state, tile.first_k_tile + own);
         load(scales_, loaded_scales_, tile.first_k_tile + own);
+        begin_k_tile(fragments, state, tile.first_k_tile + own);
         take_factors(tile.first_k_tile + own + kKConsumers);
       }
       while (own < tile.k_tiles) {
