@@ -42,6 +42,14 @@ def capped(s, *_):
     return CAP * jnp.tanh(s / CAP)
 
 
+def gate(s, *_):
+    return s * (1 + jnp.tanh(s))
+
+
+def saturated(s, *_):
+    return 50 * jnp.tanh(s / 4)
+
+
 def slopes(s, b, h, q, k):
     return s - jnp.asarray(SLOPES)[h] * (q - k)
 
@@ -72,6 +80,9 @@ CALLS = {
         (1, 70, 90, 2, 2, 64, 64), BF16,
         {"bias": RNG.standard_normal((1, 2, 70, 90)).astype(np.float32)},
     ),
+    "gate": ((1, 140, 200, 2, 1, 64, 64), BF16, {"score_mod": gate, "is_causal": True}),
+    "saturated cap": ((1, 100, 140, 1, 1, 64, 64), BF16, {"score_mod": saturated}),
+    "table": ((2, 150, 200, 2, 1, 64, 64), BF16, {"score_mod": table, "is_causal": True}),
     "staged bias": (
         (2, 150, 200, 2, 1, 64, 72), BF16,
         {"bias": RNG.standard_normal((1, 2, 150, 200)).astype(BF16), "is_causal": True},
@@ -284,7 +295,7 @@ def plans(options, features, gpu=H100):
     score, of_score = traced(functions[0], "s", np.dtype("f4")) if functions[0] else (None, [])
     mask, of_mask = traced(functions[1], "m", None) if functions[1] else (None, [])
     scores = Scores(1.0, score_mod=score, mask_mod=mask, is_causal="is_causal" in options)
-    text = score_text(scores, [*of_score, *of_mask])
+    text = score_text(scores, [*of_score, *of_mask], BF16)
     problem = problems.Attention(
         2, 512, 512, 2, 2, features, features, BF16, 1.0, text, (1, 1) if text.has_mask else None
     )

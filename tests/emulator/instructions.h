@@ -644,6 +644,10 @@ struct Ptx {
       OP(0) = OP(1) / OP(2);
     } else if constexpr (has("ex2.approx")) {
       OP(0) = std::exp2(OP(1));
+    } else if constexpr (has("tanh.approx")) {
+      // Rounded to 11 bits, with the largest relative error of a GPU's.
+      const auto bits = std::bit_cast<uint32_t>(std::tanh(OP(1)));
+      OP(0) = std::bit_cast<float>((bits + (1u << 12)) & ~((1u << 13) - 1));
     } else if constexpr (has("rcp.approx")) {
       OP(0) = 1 / OP(1);
     } else {

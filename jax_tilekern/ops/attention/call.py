@@ -106,9 +106,9 @@ def _problem(call: Call, gpu: Gpu) -> Attention:
     if call.kind != "tangent" and numbers is None and _can_be_staged(call):
         problem = dataclasses.replace(problem, bias=tuple(arrays[0].shape))
         named = tuple(x for x in scores.named if x[0] != "bias")
-        functions = score_text(dataclasses.replace(scores, named=named), arrays[1:])
+        functions = score_text(dataclasses.replace(scores, named=named), arrays[1:], problem.dtype)
     else:
-        functions = score_text(scores, arrays, numbers)
+        functions = score_text(scores, arrays, problem.dtype, numbers)
     problem = dataclasses.replace(problem, functions=functions)
     if scores.has_mask:
         kinds = jax.eval_shape(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,19 +22,28 @@ from jax_tilekern.ops.kernel.translation.values import (
 from jax_tilekern.ops.kernel.translation.writer import LaneWriter, TooLong
 from jax_tilekern.plans.attention.problem import ScoreText
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gemm.arithmetic import F32
+from jax_tilekern.plans.gemm.arithmetic import BF16, F32
+from jax_tilekern.plans.gpu import VECTOR_BYTES
 
 # Arrays of a function of up to so many elements are in registers.
 _UNROLLED = 16
 # Weights have the type of the values, so an absolute error of 2**-22 in a score is no loss.
 _SHORTER = TO_16_BITS | {"tanh": ("tanh_of_score", 5)}
+# Queries and keys of bfloat16 are rounded by 2**-9, which is four times the relative error of this.
+_SHORTER_IN_BFLOAT16 = TO_16_BITS | {"tanh": ("tanh_of_bfloat16_score", 1)}
+# Arrays that a score reads are copied to shared memory, up to so many bytes of all. Beside the
+# tiles of a bias there are as many left.
+_MOST_STAGED = 2048
 _SCALARS = [("s", F32), *((name, np.dtype(np.int32)) for name in "bhqk")]
 
 
 def score_text(
-    scores: Scores, arrays: Sequence[Any], numbers: ScoreNumbers | None = None
+    scores: Scores,
+    arrays: Sequence[Any],
+    dtype: np.dtype[Any],
+    numbers: ScoreNumbers | None = None,
 ) -> ScoreText:
-    """Translate the functions of a call that reads arrays of these types.
+    """Translate the functions of a call of a type that reads arrays of these types.
 
     Derivatives are those by the score, and by ``numbers``.
 
@@ -57,22 +67,26 @@ def score_text(
     of_score, of_slope = _Written([], ["s"]), _Written([], ["s", "1"])
     count = len(numbers.numbers) if numbers else 0
     of_mask = _Written([], ["true"])
+    # Gradients by arrays are sums of terms that cancel.
+    has_arrays = "of_score" in scores.kinds
+    shorter = _SHORTER_IN_BFLOAT16 if dtype == BF16 and not has_arrays else _SHORTER
     if score is not None:
         read = [*memory[:n], *origins]
-        of_score = _written(score, _SCALARS, read)
+        of_score = _written(score, _SCALARS, read, shorter)
         slope = (
             numbers.derivatives_jaxpr(scores, arrays)
             if numbers
             else slope_jaxpr(scores, F32, arrays)
         )
-        of_slope = _written(slope, _SCALARS, read)
+        of_slope = _written(slope, _SCALARS, read, shorter)
     if visible is not None:
-        of_mask = _written(visible, _SCALARS[1:], memory[n:])
+        of_mask = _written(visible, _SCALARS[1:], memory[n:], _SHORTER)
     pointers = [f"const {CXX_TYPES[x.dtype]}*" for x in arrays]
     text = _TEMPLATE.format(
         # Without a function, the kernel takes the largest product for that of the largest score.
         has_score=_flag(score is not None or not scores.scale > 0),
         has_mask=_flag(visible is not None),
+        stage=_staged(memory[:n]),
         indices=_INDICES,
         reads=_flag(bool(pointers)),
         pointers="".join(f"  {kind} {name};\n" for kind, name in zip(pointers, names, strict=True)),
@@ -87,6 +101,23 @@ def score_text(
     return ScoreText(text, tuple(pointers), *has, numbers=count)
 
 
+def _staged(arrays: Sequence[Buffer]) -> str:
+    """Return statements that copy the arrays to shared memory, as far as they fit."""
+    left, lines = _MOST_STAGED, []
+    for i, x in enumerate(arrays):
+        count, kind = math.prod(x.shape), CXX_TYPES[x.dtype]
+        size = -(-count * x.dtype.itemsize // VECTOR_BYTES) * VECTOR_BYTES
+        if not 0 < size <= left:
+            continue
+        left -= size
+        lines += [
+            f"__shared__ {kind} shared{i}[{count}];",
+            f"for (int i = threadIdx.x; i < {count}; i += blockDim.x) shared{i}[i] = {x.name}[i];",
+            f"{x.name} = shared{i};",
+        ]
+    return "\n".join(f"    {line}" for line in lines)
+
+
 class _Written(NamedTuple):
     """A function in CUDA: statements, and the expressions of its results."""
 
@@ -99,10 +130,13 @@ class _Written(NamedTuple):
 
 
 def _written(
-    closed: Any, scalars: Sequence[tuple[str, np.dtype[Any]]], arrays: Sequence[Buffer]
+    closed: Any,
+    scalars: Sequence[tuple[str, np.dtype[Any]]],
+    arrays: Sequence[Buffer],
+    shorter: Mapping[str, tuple[str, int]],
 ) -> _Written:
     """Translate a function of scalars and arrays."""
-    writer = LaneWriter(_UNROLLED, 1, _SHORTER)
+    writer = LaneWriter(_UNROLLED, 1, shorter)
     operands = [everywhere(dtype, (), name) for name, dtype in scalars]
     operands += [writer.evaluated(in_memory(x)) for x in arrays]
     try:
@@ -130,6 +164,9 @@ struct Functions {{
   static constexpr bool kScore = {has_score}, kMask = {has_mask}, kReads = {reads};
   static constexpr int kNumbers = {numbers};
 {pointers}
+  void stage() {{
+{stage}
+  }}
   float score(float s, int b, int h, ScoreIndices at) const {{
 {indices}
 {score}

@@ -364,7 +364,8 @@ __global__ void __launch_bounds__(config.threads(config.keys), 1) attention_back
     const __grid_constant__ TensorMap bias, const float* statistics, T* d_key, T* d_value,
     const int32* counts, const int32* lists, int64 deltas, int features, int value_features,
     const __grid_constant__ AttentionShape shape, const __grid_constant__ Operands... operands) {
-  const Functions functions{operands...};
+  Functions functions{operands...};
+  functions.stage();
   AttentionBackwardKeys<T, config, Functions>(shape, functions, counts, lists, statistics, deltas)
       .run(query, key, value, d_out, bias, d_key, d_value, features, value_features);
 }
@@ -376,7 +377,8 @@ __global__ void __launch_bounds__(config.threads(config.queries), 1) attention_b
     const __grid_constant__ TensorMap bias, const float* statistics, T* d_query, float* d_numbers,
     const int32* counts, const int32* lists, int64 deltas, int features,
     const __grid_constant__ AttentionShape shape, const __grid_constant__ Operands... operands) {
-  const Functions functions{operands...};
+  Functions functions{operands...};
+  functions.stage();
   AttentionBackwardQueries<T, config, Functions>(shape, functions, counts, lists, statistics,
                                                  deltas)
       .run(query, key, value, d_out, bias, d_query, d_numbers, features);

@@ -273,7 +273,8 @@ __global__ void __launch_bounds__(config.threads(config.queries), 1) attention_b
     const __grid_constant__ TensorMap bias, const float* statistics, Sum* d_bias, const int8* kinds,
     const __grid_constant__ BiasShape bias_shape, const __grid_constant__ AttentionShape shape,
     const __grid_constant__ Operands... operands) {
-  const Functions functions{operands...};
+  Functions functions{operands...};
+  functions.stage();
   AttentionBiasGradient<T, Sum, config, kHasQueries, Functions>(shape, bias_shape, functions, kinds,
                                                                 statistics)
       .run(query, key, value, d_out, bias, d_bias);

@@ -9,6 +9,7 @@
 //
 //   kScore, kMask                   whether there are any
 //   kReads                          whether they read arrays, by indices within the sequences
+//   stage()                         copies small arrays to shared memory, before __syncthreads()
 //   score(s, b, h, at)              the score of scale times the product of query and key
 //   visible(b, h, at)               whether the query sees the key
 #pragma once
@@ -301,7 +302,8 @@ __global__ void __launch_bounds__(config.threads(config.queries), 1)
                       const int32* counts, const int32* lists, int value_features,
                       const __grid_constant__ AttentionShape shape,
                       const __grid_constant__ Operands... operands) {
-  const Functions functions{operands...};
+  Functions functions{operands...};
+  functions.stage();
   AttentionForward<T, config, Functions>(shape, functions, counts, lists)
       .run(query, key, value, bias, out, logsumexp, value_features);
 }

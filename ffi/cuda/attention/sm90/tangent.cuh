@@ -173,7 +173,8 @@ __global__ void __launch_bounds__(config.threads(config.queries), 1) attention_t
     const T* out, const float* statistics, T* out_dot, float* logsumexp_dot, const int32* counts,
     const int32* lists, int value_features, const __grid_constant__ AttentionShape shape,
     const __grid_constant__ Operands... operands) {
-  const Functions functions{operands...};
+  Functions functions{operands...};
+  functions.stage();
   AttentionTangent<T, config, moving, Functions>(shape, functions, counts, lists, statistics)
       .run({&query, &key, &value, &d_query, &d_key, &d_value}, out, out_dot, logsumexp_dot,
            value_features);

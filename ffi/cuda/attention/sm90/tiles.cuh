@@ -25,6 +25,13 @@ inline float tanh_of_score(float x) {
   return fmaf(-2.0f, result, 1.0f);
 }
 
+// By one operation of the special function unit: its relative error is below 2^-10.9.
+inline float tanh_of_bfloat16_score(float x) {
+  float result;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 }  // namespace lax
 
 // `AttentionShape` of plans/attention/sm90.py.
