@@ -372,7 +372,10 @@ CHOICES = {
         LONG, (2, 1100, 8, 128), {"is_causal": True}, "sm_90", ("kernel", "kernel"),
     ),
     "a bias": (
-        LONG, LONG, {"bias": np.ones((1, 8, 1024, 1024), BF16)}, "sm_90", ("cuDNN", "cuDNN"),
+        LONG, LONG, {"bias": np.ones((1, 8, 1024, 1024), BF16)}, "sm_90", ("kernel", "kernel"),
+    ),
+    "a bias on Ampere": (
+        LONG, LONG, {"bias": np.ones((1, 8, 1024, 1024), BF16)}, "sm_80", ("cuDNN", "cuDNN"),
     ),
     "a bias of keys": (
         LONG, LONG, {"bias": np.ones((1, 1, 1, 1024), BF16)}, "sm_90", ("kernel", "kernel"),
@@ -411,11 +414,13 @@ def test_the_gradient_of_a_bias_is_a_kernel_beside_cudnns():
     def gradient(x, bias):
         return jax.vjp(lambda *given: jtk.attention(x, *given), x, x, bias)[1](x)
 
-    for arch, kernels in (("sm_90", [False, False, True]), ("sm_80", [False, False])):
+    for arch, kernels in (("sm_90", [False, True]), ("sm_80", [False])):
         with gpu_target(known_gpu(arch)):
             choices = jtk.explain(gradient, x, bias, platform="cuda")
-        assert [choice.kernel is not None for choice in choices] == kernels
-        assert all("cuDNN" in choice.reason for choice in choices[:2])
+        _, first = (i for i, choice in enumerate(choices) if choice.depth == 0)
+        of_gradient = [*choices][first:]
+        assert [choice.kernel is not None for choice in of_gradient] == kernels
+        assert "cuDNN" in of_gradient[0].reason
 
 
 @pytest.mark.defaults

@@ -111,6 +111,7 @@ def _as_numbers(call: Call) -> Pass:
         has_mask=scores.has_mask,
         has_window=scores.window is not None,
         has_score=scores.has_score,
+        has_function=scores.score_mod is not None,
         arrays=len(call.arrays),
         of_bias=gradients is not None and gradients.by_bias_kernel,
         of_arrays=len(gradients.by_blocks) if gradients else 0,

@@ -189,9 +189,9 @@ class Pass:
         Whether it is the gradient.
     share
         Of the tiles of scores that the mask leaves; 1 where arrays decide.
-    has_mask, has_window, has_score
+    has_mask, has_window, has_score, has_function
         Whether queries see some of the keys alone, those of a window, and whether scores are more
-        than products.
+        than products, and than products and a bias.
     arrays
         How many arrays the scores and the mask read.
     of_bias, of_arrays
@@ -205,6 +205,7 @@ class Pass:
     has_mask: bool = False
     has_window: bool = False
     has_score: bool = False
+    has_function: bool = False
     arrays: int = 0
     of_bias: bool = False
     of_arrays: int = 0

@@ -15,9 +15,11 @@ from jax_tilekern.plans.policy.workload import Workload, attention_workload
 KERNELS, CUDNN = "kernels", "cuDNN"
 _TILE = 128  # rows of a CTA
 # An SM evaluates so many exponentials in a cycle. A score of a gradient takes as long as so many,
-# and a function about as many more.
+# and a function about as many more. A bias that cuDNN reads takes as long as so many on an H200, in
+# a value and in a gradient.
 _EXPONENTIALS = 16
 _OF_GRADIENT, _OF_FUNCTION = 3, 2
+_OF_CUDNN_BIAS = 3, 8
 _BLOCK = 1 << 25  # scores of a block of XLA's
 _XLA_READS = 3  # of operands
 
@@ -86,15 +88,19 @@ def _cycles(call: Pass, gpu: Gpu, key: str) -> float:
         launches = [_Launch(keys, queries, (3, 2))]
         if key == KERNELS:
             launches = [_Launch(keys, queries, (2, 2)), _Launch(queries, keys, (2, 1))]
+    evaluated = (_OF_GRADIENT if call.is_gradient else 1) + call.has_function * _OF_FUNCTION
+    of_pass = evaluated
+    if key == CUDNN and call.arrays:
+        of_pass += _OF_CUDNN_BIAS[call.is_gradient]
+    computed = sum(_tiles_cycles(call, gpu, x, of_pass) for x in launches)
     if call.of_bias:
-        launches.append(_Launch(queries, keys, (1, 1)))
-    computed = sum(_tiles_cycles(call, gpu, x) for x in launches)
+        computed += _tiles_cycles(call, gpu, _Launch(queries, keys, (1, 1)), evaluated)
     moved = call.bytes / rates.memory_bandwidth
     of_arrays = call.of_arrays > 0 and key == KERNELS
     return (
         rates.launch_cycles
         # Statistics of rows are a launch of their own.
-        + (len(launches) - 1 + call.is_gradient) * rates.next_launch_cycles
+        + (len(launches) - 1 + call.is_gradient + call.of_bias) * rates.next_launch_cycles
         + max(computed, moved)
         + (_xla_cycles(call, gpu, _GRADIENT_OF_ARRAYS) if of_arrays else 0.0)
     )
@@ -114,8 +120,11 @@ class _Launch(NamedTuple):
     splits: bool = False
 
 
-def _tiles_cycles(call: Pass, gpu: Gpu, launch: _Launch) -> float:
-    """Return the cycles of the busiest SM; products do not overlap with functions of scores."""
+def _tiles_cycles(call: Pass, gpu: Gpu, launch: _Launch, evaluated: int) -> float:
+    """Return the cycles of the busiest SM, where a score takes as long as so many exponentials.
+
+    Products do not overlap with functions of scores.
+    """
     sizes, rates = call.sizes, gpu.rates
     heads = sizes.batch * sizes.heads // launch.heads
     tiles = heads * math.ceil(launch.heads * launch.rows / _TILE)
@@ -127,7 +136,6 @@ def _tiles_cycles(call: Pass, gpu: Gpu, launch: _Launch) -> float:
             launch.products, (sizes.features, sizes.value_features), strict=True
         )
     )
-    evaluated = (_OF_GRADIENT if call.is_gradient else 1) + call.has_score * _OF_FUNCTION
     of_score = multiplied / rates.wgmma_macs["bf16"] + evaluated / _EXPONENTIALS
     return math.ceil(tiles / gpu.sm_count) * (rates.cta_cycles + scores * of_score)
 
