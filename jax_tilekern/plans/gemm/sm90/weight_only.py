@@ -40,8 +40,8 @@ _ORDER_THREADS = 128
 _TOKENS = (8, 16, 32, 64, 128)
 _ITEM_BYTES = 2
 _MAX_STAGES = 12
-# Measured on an H200: more stages make a product by one matrix slower.
-_STAGES = 4
+# Measured on an H200: more stages make products slower, by one matrix and of ragged rows.
+_STAGES, _RAGGED_STAGES = 4, 3
 _MOST_SPANS_BYTES = 16384
 _BARRIERS_BYTES = 2 * 8 * _MAX_STAGES
 # A part of k has so many k-tiles at least, so that its partial sums are few beside its operands.
@@ -409,7 +409,8 @@ def _with_stages(problem: WeightOnlyProduct, tile: Tile, gpu: Gpu) -> Tile:
     room = (gpu.shared_memory_bytes + RESERVED_SHARED_BYTES) // tile.ctas - RESERVED_SHARED_BYTES
     room -= tile.result_bytes + _BARRIERS_BYTES + problem.spans_bytes
     stages = room // _stage_bytes(problem, tile)
-    return dataclasses.replace(tile, stages=min(stages, _MAX_STAGES if problem.ragged else _STAGES))
+    most = _RAGGED_STAGES if problem.ragged else _STAGES
+    return dataclasses.replace(tile, stages=min(stages, most))
 
 
 def _split(problem: WeightOnlyProduct, tiles: int, tile: Tile, gpu: Gpu) -> tuple[int, int]:
