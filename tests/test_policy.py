@@ -111,6 +111,15 @@ def test_16_bit_products_in_loops_are_stated_in_float32(dtype, k, is_loop):
     assert ("xf32>" in product.split("->")[0]) == is_loop
 
 
+@pytest.mark.parametrize(("columns", "is_small"), [(2, True), (512, False)])
+def test_few_int4_left_to_xla_are_an_array_of_bytes(columns, is_small):
+    shapes = ((16, 8), jnp.bfloat16), ((columns, 8), jnp.int4), ((columns, 1), jnp.float32)
+    x, w, scales = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    with jtk.policy("xla"):
+        text = lowered(lambda x, w, scales: jtk.scaled_matmul(x, w, None, scales), x, w, scales)
+    assert ("optimization_barrier" in text) == is_small
+
+
 @pytest.mark.parametrize(("k", "dtype"), [(1024, "f16"), (1025, "i32")])
 def test_int8_left_to_xla_is_in_a_type_that_is_exact(k, dtype):
     a = jax.ShapeDtypeStruct((64, k), jnp.int8)

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jax_tilekern.ops.quantisation.quantize import scales_of_elements
-from jax_tilekern.plans.gemm.arithmetic import FP8
+from jax_tilekern.plans.gemm.arithmetic import FP8, SUB_BYTE_INTEGERS
 from jax_tilekern.plans.quantize import BLOCK, GROUPS, INTEGERS, QUANTIZED_DTYPES
+from jax_tilekern.primitives.operation import lowering_platform
 
 
 def check_types(function: str, lhs: Array, rhs: Array, out: Any) -> None:
@@ -135,10 +136,23 @@ def refuse_tangent(function: str, operand: int) -> None:
 
 def dequantized(x: Array, scales: Array, zeros: Array | None = None) -> Array:
     """Return values, less their zero points, times the scales of their blocks, in float32."""
-    wide = x.astype(np.float32)
+    wide = _in_bytes(x).astype(np.float32)
     if zeros is not None:
         wide = wide - of_elements(zeros, x)
     return wide * of_elements(scales, x)
+
+
+def _in_bytes(x: Array) -> Array:
+    """Return few 4-bit integers as an array of bytes on GPUs.
+
+    XLA's fusions of a product with fewer than some hundred of them are wrong where it does not
+    autotune.
+    """
+    is_small = isinstance(x.size, int) and x.size < 4096
+    if lowering_platform.value != "cuda" or x.dtype not in SUB_BYTE_INTEGERS or not is_small:
+        return x
+    whole: Array = lax.optimization_barrier(x.astype(np.int8))
+    return whole
 
 
 def of_elements(scales: Array, x: Array) -> Array:
