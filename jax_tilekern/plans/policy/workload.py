@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from jax_tilekern.plans.add import AddedDims
     from jax_tilekern.plans.attention.problem import Pass
     from jax_tilekern.plans.gemm.problem import Product
-    from jax_tilekern.plans.gemm.sm90.weight_only import WeightOnlyProduct
     from jax_tilekern.plans.reduction.problem import SummedDims
     from jax_tilekern.plans.transpose.permutation import Permutation
 
@@ -271,14 +270,14 @@ def add_workload(dims: AddedDims, dtype: np.dtype[Any]) -> Workload:
     return Workload("add", 0, total, "", tuple(map(float, features)))
 
 
-def weight_workload(product: WeightOnlyProduct, estimate: float) -> Workload:
+def weight_workload(
+    multiply_adds: float, weight_bytes: float, dtype: np.dtype[Any], estimate: float
+) -> Workload:
     """Return the work of a product by integers, of which XLA takes about ``estimate`` us."""
-    weights = product.batch * product.n * product.k
-    total = weights * product.bits / 8
-    arithmetic = _SHORT_NAMES[product.dtype.name]
     return Workload(
-        "product by weights", product.multiply_adds, total, arithmetic, (), estimate=estimate
-    )
+        "product by weights", multiply_adds, weight_bytes, _SHORT_NAMES[dtype.name], (),
+        estimate=estimate,
+    )  # fmt: skip
 
 
 def sort_workload(rows: int, columns: int, dtype: np.dtype[Any], indices: bool = False) -> Workload:

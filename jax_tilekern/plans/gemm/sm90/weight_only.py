@@ -250,7 +250,9 @@ def choose_weight_only(
     xla = _LAUNCHES + weights / _DEQUANTISED
     xla += max(weights / _READ, problem.multiply_adds / 1e6 / _MULTIPLIED)
     candidate = WeightOnlyCandidate(problem, ours * gpu.rates.cycles_per_microsecond)
-    return choose(weight_workload(problem, xla), [candidate], gpu)
+    weight_bytes = problem.batch * problem.n * problem.k * problem.bits / 8
+    workload = weight_workload(problem.multiply_adds, weight_bytes, problem.dtype, xla)
+    return choose(workload, [candidate], gpu)
 
 
 def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
