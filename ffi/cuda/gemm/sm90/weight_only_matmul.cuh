@@ -88,6 +88,9 @@ class WeightOnlyMatmul {
   // That holds its stage until the next one is full, and others of an SM hide the conversion, too.
   static constexpr bool kBeginsEarly = config.cooperative;
   static constexpr int kKConsumers = config.consumers / config.tile_consumers();
+  // Each has stages of its own. In a stage of the other one, whose k-tile had not come in yet, the
+  // wait for the next phase would end at once, as parities tell only neighbouring phases apart.
+  static_assert(config.stages % kKConsumers == 0);
   static constexpr int kResultsBytes = (kKConsumers - 1) * kCount * 128 * 4;
   static_assert(config.consumer_m() == 64);
   // Which consumer has which k-tiles of a later tile depends on its place: two sums commute.

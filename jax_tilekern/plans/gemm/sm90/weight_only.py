@@ -410,9 +410,11 @@ def _with_stages(problem: WeightOnlyProduct, tile: Tile, gpu: Gpu) -> Tile:
     """Return a tile with the stages that shared memory has room for."""
     room = (gpu.shared_memory_bytes + RESERVED_SHARED_BYTES) // tile.ctas - RESERVED_SHARED_BYTES
     room -= tile.result_bytes + _BARRIERS_BYTES + problem.spans_bytes
-    stages = room // _stage_bytes(problem, tile)
     most = _RAGGED_STAGES if problem.ragged else _STAGES
-    return dataclasses.replace(tile, stages=min(stages, most))
+    stages = min(room // _stage_bytes(problem, tile), most)
+    # Consumers that alternate k-tiles have stages of their own.
+    along_k = 1 if tile.cooperative else tile.consumers
+    return dataclasses.replace(tile, stages=stages - stages % along_k)
 
 
 def _split(problem: WeightOnlyProduct, tiles: int, tile: Tile, gpu: Gpu) -> tuple[int, int]:
