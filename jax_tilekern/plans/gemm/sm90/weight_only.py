@@ -49,10 +49,10 @@ _SPLIT_K_TILES = 4
 # Fitted to times on an H200: millions of weights that a microsecond multiplies, by bits and rows of
 # x in a tile; microseconds of launches, and of one that adds parts of k or applies a function.
 _WEIGHTS_IN_A_MICROSECOND = {
-    4: dict(zip(_TOKENS, (4.9, 4.7, 4.1, 3.6, 2.05), strict=True)),
-    8: dict(zip(_TOKENS, (3.2, 3.1, 2.85, 2.4, 1.75), strict=True)),
+    4: dict(zip(_TOKENS, (6.6, 5.85, 4.8, 3.7, 2.1), strict=True)),
+    8: dict(zip(_TOKENS, (4.0, 3.7, 3.45, 2.85, 1.85), strict=True)),
 }
-_LAUNCH, _NEXT_LAUNCH = 5.0, 2.5
+_LAUNCH, _NEXT_LAUNCH = 4.5, 1.2
 # The same of XLA: millions of weights that it dequantises and that a product of few rows reads, and
 # of multiply-adds; microseconds of launches, of which small products have one.
 _DEQUANTISED, _READ, _MULTIPLIED, _LAUNCHES = 0.75, 2.0, 330.0, 4.0
