@@ -465,6 +465,11 @@ WITHOUT_NAN = {
 }
 
 
+def nan_unless_finite(x):
+    x = np.asarray(x).astype(float)
+    return np.where(np.isfinite(x), x, np.nan)
+
+
 def widened(x):
     wide = {"f": F64, "c": np.complex128, "V": F64}
     return x if x.dtype in (*FP8, INT4) else x.astype(wide.get(x.dtype.kind, x.dtype))
@@ -555,7 +560,11 @@ def test_derived(request, name, case, draw):
                 )
         else:
             found = how.jit(program(jtk, how.ours, how.transform))(*arrays)
-    assert_close(jax.tree.leaves(found), jax.tree.leaves(wanted), tolerance_of(name, how))
+    seen = jax.tree.leaves(found), jax.tree.leaves(wanted)
+    if how.special and name.startswith("scaled_"):
+        # Infinite scales multiply sums here and elements there.
+        seen = tuple(list(map(nan_unless_finite, x)) for x in seen)
+    assert_close(*seen, tolerance_of(name, how))
     if has_types:
         assert types_of(found, case) == types
 

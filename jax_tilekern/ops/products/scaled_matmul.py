@@ -87,7 +87,8 @@ def scaled_matmul(
     Returns
     -------
     Array
-        ``(..., M, N)``. With an epilogue, an array for each scalar that it returns.
+        ``(..., M, N)``. With an epilogue, an array for each scalar that it returns. What an
+        infinite scale multiplies, sums of products or elements, is infinite or NaN.
 
     Raises
     ------
