@@ -425,6 +425,9 @@ def test_devices_share_queries():
 _F = functools.partial(jnp.zeros, dtype=np.float32)
 BAD = {
     "types": (ValueError, "one type", {"key": KEY.astype(jnp.bfloat16)}),
+    "nothing": (TypeError, "NoneType'> as query", {"query": None}),
+    "no keys": (TypeError, "NoneType'> as key", {"key": None}),
+    "a list": (TypeError, "list'> as key_value_seq_lengths", {"key_value_seq_lengths": [1, 2]}),
     "integers": (TypeError, "query must be", {"query": jnp.zeros((B, T, N, H), int)}),
     "heads": (ValueError, "multiple", {"query": _F((B, T, 3, H))}),
     "features": (ValueError, "features", {"query": _F((B, T, N, H + 1))}),

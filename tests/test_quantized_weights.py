@@ -182,6 +182,24 @@ def test_experts_are_multiplied_by_as_they_are(rng, monkeypatch):
         assert_close(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", np.dtype(jnp.bfloat16)])
+def test_the_type_is_given_as_to_jax(rng, monkeypatch, dtype):
+    monkeypatch.setattr(mixture_call, "_most_devices", lambda _: 1)
+    up, down = quantised(rng, 3, 64, 32), quantised(rng, 3, 32, 64)
+    up, down = (jtk.QuantizedWeights(w.values, w.scales, None, dtype) for w in (up, down))
+    routing = jtk.Routing(jnp.ones((5, 1), jnp.bfloat16), jnp.zeros((5, 1), int))
+    with jtk.gpu_target("H100"):
+        calls = jtk.explain(jtk.moe, jnp.ones((5, 64), jnp.bfloat16), up, down, routing)
+    assert any("scaled_ragged_dot" in call.call for call in calls)
+    assert up.dtype == np.dtype(jnp.bfloat16)
+    assert isinstance(up.dtype, np.dtype)
+
+
+def test_the_type_is_float32_by_default(rng):
+    w = quantised(rng, 64, 32)
+    assert jtk.QuantizedWeights(w.values, w.scales, w.zeros, None).dtype == np.float32
+
+
 def test_checkpoints_are_arrays(rng, tmp_path):
     weights = quantised(rng, 150, 40, symmetric=False)
     np.savez(tmp_path / "model.npz", *map(np.asarray, weights.factors[1:]), values=np.asarray(

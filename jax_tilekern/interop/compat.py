@@ -732,15 +732,27 @@ def in_pallas_kernel() -> bool:
         return False
 
 
-def check_arraylike(function: str, *operands: Any) -> None:
-    """Raise the exception of jax.numpy for operands such as lists, which jit takes as trees."""
-    for position, x in enumerate(operands):
-        if isinstance(x, str):  # JAX takes it for a scalar.
+def given(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments that are not ``None``."""
+    return {name: x for name, x in arguments.items() if x is not None}
+
+
+def check_arraylike(function: str, *operands: Any, **named: Any) -> None:
+    """Raise the exception of jax.numpy for operands such as lists, which jit takes as trees.
+
+    The message has the position or the name of the operand.
+    """
+    places = [*(f"at position {i}" for i in range(len(operands))), *(f"as {n}" for n in named)]
+    for place, x in zip(places, (*operands, *named.values()), strict=True):
+        is_array = not isinstance(x, str)  # JAX takes it for a scalar.
+        try:
+            _numpy_util.check_arraylike(function, x)
+        except TypeError:
+            is_array = False
+        if not is_array:
             raise TypeError(
-                f"{function} requires ndarray or scalar arguments, got {type(x)} at position "
-                f"{position}."
+                f"{function} requires ndarray or scalar arguments, got {type(x)} {place}."
             )
-    _numpy_util.check_arraylike(function, *operands)
 
 
 def in_traced_program() -> bool:

@@ -123,9 +123,10 @@ def attention(
     ... ).shape
     (1, 4, 2, 8)
     """
-    operands = query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths
-    given = {name: x for name, x in zip(_ARRAYS, operands, strict=True) if x is not None}
-    compat.check_arraylike("attention", *given.values())
+    required = dict(zip(_ARRAYS[:3], (query, key, value), strict=True))
+    optional = bias, mask, query_seq_lengths, key_value_seq_lengths
+    given = required | compat.given(**dict(zip(_ARRAYS[3:], optional, strict=True)))
+    compat.check_arraylike("attention", **given)
     arrays = {name: jnp.asarray(x) for name, x in given.items()}
     _check(arrays)
     features = arrays["query"].shape[-1]

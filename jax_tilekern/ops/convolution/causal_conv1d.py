@@ -103,8 +103,9 @@ def causal_conv1d(
     >>> jtk.causal_conv1d(x[2:], weights, state=state)[0][:, 0]
     Array([21., 32.], dtype=float32)
     """
-    given = [x, weights, *(z for z in (bias, state) if z is not None)]
-    compat.check_arraylike("causal_conv1d", *given)
+    optional = compat.given(bias=bias, state=state)
+    compat.check_arraylike("causal_conv1d", x, weights, **optional)
+    given = [x, weights, *optional.values()]
     # Arrays may have 64 bits although x64 is off.
     dtype = functools.reduce(jnp.promote_types, (jax.typeof(z).dtype for z in given))
     if not jnp.issubdtype(dtype, jnp.inexact):

@@ -96,7 +96,7 @@ def linear_cross_entropy(
     >>> jtk.linear_cross_entropy(h, w, jnp.arange(4))  # log(16)
     Array(2.7725887, dtype=float32)
     """
-    compat.check_arraylike("linear_cross_entropy", h, w, labels, *(() if bias is None else (bias,)))
+    compat.check_arraylike("linear_cross_entropy", h, w, labels, **compat.given(bias=bias))
     h, w, labels = (jnp.asarray(x) for x in (h, w, labels))
     bias = None if bias is None else jnp.asarray(bias)
     _check_operands(h, w, labels, bias)

@@ -98,7 +98,7 @@ def route(
     >>> jtk.route(jnp.array([[0.0, 2.0, 1.0]]), 2).indices
     Array([[1, 2]], dtype=int32)
     """
-    compat.check_arraylike("route", logits, *(() if bias is None else (bias,)))
+    compat.check_arraylike("route", logits, **compat.given(bias=bias))
     logits = jnp.asarray(logits)
     if logits.ndim != 2:
         raise ValueError(f"route: logits of shape {logits.shape}; they are (tokens, experts)")
@@ -275,8 +275,8 @@ def moe(
         name: source_of(value) for name, value in given.items() if value is not None
     }
     small = {name: x for name, x in arrays.items() if isinstance(x, QuantizedWeights)}
-    plain = {name: given[name] for name in arrays.keys() - small}
-    compat.check_arraylike("moe", *plain.values())
+    plain = {name: given[name] for name in arrays if name not in small}
+    compat.check_arraylike("moe", **plain)
     arrays |= {name: jnp.asarray(value) for name, value in plain.items()}
     _check_shapes(arrays)
     check_choice("moe", "save", save, ("hidden", "inputs"))

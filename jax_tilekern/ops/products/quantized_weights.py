@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ class QuantizedWeights(ArraySource):
     scales, zeros
         As those of ``rhs`` in :func:`scaled_matmul`; ``zeros`` may be ``None``.
     dtype
-        Type of the matrix for which it stands.
+        Type of the matrix for which it stands, float32 by default.
 
     Raises
     ------
@@ -69,10 +69,13 @@ class QuantizedWeights(ArraySource):
     values: Any
     scales: Any
     zeros: Any = None
-    dtype: Any = field(default_factory=lambda: np.dtype(np.float32))
+    dtype: Any = None
 
     def __post_init__(self) -> None:
         linen.register_box(type(self))
+        # One type is one object, whether it was given as a type, a class or a name.
+        dtype = np.dtype(np.float32 if self.dtype is None else self.dtype)
+        object.__setattr__(self, "dtype", dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:

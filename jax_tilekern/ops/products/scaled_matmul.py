@@ -112,7 +112,8 @@ def scaled_matmul(
     Array([[256., 256., 256.],
            [256., 256., 256.]], dtype=float32)
     """
-    compat.check_arraylike("scaled_matmul", lhs, rhs, rhs_scales)
+    optional = compat.given(lhs_scales=lhs_scales, rhs_zeros=rhs_zeros)
+    compat.check_arraylike("scaled_matmul", lhs, rhs, rhs_scales=rhs_scales, **optional)
     lhs, rhs, rhs_scales = map(jnp.asarray, (lhs, rhs, rhs_scales))
     zeros = None if rhs_zeros is None else jnp.asarray(rhs_zeros)
     out_dtype = np.dtype(jax.dtypes.canonicalize_dtype(preferred_element_type))

@@ -108,8 +108,8 @@ def check_weight_scales(what: str, w: Array, scales: Array, zeros: Array | None)
         )
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(
-            f"{what}zeros have shape {zeros.shape}, and {what}scales {scales.shape}; each scale "
-            "has a zero point"
+            f"{what}zeros have shape {zeros.shape}, and the scales {scales.shape}; each scale has "
+            "a zero point"
         )
 
 

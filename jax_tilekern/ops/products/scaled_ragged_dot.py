@@ -103,7 +103,8 @@ def scaled_ragged_dot(
            [512., 512., 512.],
            [  0.,   0.,   0.]], dtype=float32)
     """
-    compat.check_arraylike("scaled_ragged_dot", lhs, rhs, rhs_scales)
+    optional = compat.given(lhs_scales=lhs_scales, rhs_zeros=rhs_zeros)
+    compat.check_arraylike("scaled_ragged_dot", lhs, rhs, rhs_scales=rhs_scales, **optional)
     lhs, rhs, rhs_scales = map(jnp.asarray, (lhs, rhs, rhs_scales))
     lhs_scales = None if lhs_scales is None else jnp.asarray(lhs_scales)
     zeros = None if rhs_zeros is None else jnp.asarray(rhs_zeros)

@@ -95,8 +95,9 @@ def linear_recurrence(
     >>> jtk.linear_recurrence(jnp.full(4, 0.5), jnp.ones(4), axis=0)
     Array([1.   , 1.5  , 1.75 , 1.875], dtype=float32)
     """
-    given = (a, b) if initial is None else (a, b, initial)
-    compat.check_arraylike("linear_recurrence", *given)
+    optional = compat.given(initial=initial)
+    compat.check_arraylike("linear_recurrence", a, b, **optional)
+    given = (a, b, *optional.values())
     scalars = (jax.core.ShapedArray((), x.dtype, x.weak_type) for x in map(jax.typeof, given))
     dtype = jax.eval_shape(lambda *xs: functools.reduce(jnp.add, xs), *scalars).dtype
     if not jnp.issubdtype(dtype, jnp.inexact):

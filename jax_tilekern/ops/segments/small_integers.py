@@ -126,7 +126,7 @@ def bincount(
     >>> jtk.bincount(jnp.array([1, 0, 1]), length=3)
     Array([1, 2, 0], dtype=int32)
     """
-    compat.check_arraylike("bincount", x, *(() if weights is None else (weights,)))
+    compat.check_arraylike("bincount", x, **compat.given(weights=weights))
     if length is None:
         shortest = integer("bincount", "minlength", minlength)
         length = max(number_of_segments("bincount", x, None, "length"), shortest)

@@ -75,7 +75,7 @@ def searchsorted(
     >>> jtk.searchsorted(jnp.array([1, 2, 2, 3]), jnp.array([2, 5]), side="right")
     Array([3, 4], dtype=int32)
     """
-    compat.check_arraylike("searchsorted", a, v, *([] if sorter is None else [sorter]))
+    compat.check_arraylike("searchsorted", a, v, **compat.given(sorter=sorter))
     a, v = jnp.asarray(a), jnp.asarray(v)
     # JAX's function raises the errors, and has the type of the result.
     wanted = jax.eval_shape(lambda: jnp.searchsorted(a, v, side, sorter, method=method)).dtype
