@@ -414,6 +414,69 @@ def fp8() -> Iterator[str]:
     return table((_DEVICES["amd-epyc"], *heads), cells.to_numpy())
 
 
+_WEIGHTS, _RANDOM_WEIGHTS = "h200/small_weights", "h200/samples/decode-int4-1"
+_LARGE = 1 << 23
+
+
+def weights(kind: str) -> Iterator[str]:
+    """Yield a table of an H200's products by small weights: random ones, a model's, or errors."""
+    queries = {"random": _random_weights, "decoding": _decoding, "errors": _errors_of_weights}
+    return queries[kind]()
+
+
+def _random_weights() -> Iterator[str]:
+    found = record(_RANDOM_WEIGHTS)["rows"]
+    sides = {"bfloat16": "weights of bfloat16", "dequantised": "XLA, dequantised"}
+    groups: dict[str, list[Record]] = {}
+    for row in found:
+        _, n, k = (int(x) for x in re.findall(r"(\d+) x (\d+) x (\d+)", row["name"])[0])
+        size = "2^23 weights and more" if n * k >= _LARGE else "fewer weights"
+        groups.setdefault(size, []).append(row)
+    cells = []
+    for size, rows in sorted(groups.items()):
+        for side, title in sides.items():
+            over = pd.Series(ratio for row in rows if (ratio := _ratio(row, side)) is not None)
+            slower = str((over < SLOWER).sum())
+            cells.append((size, title, str(len(over)), _mean(over), _number(over.min()), slower))
+    heads = ("int4, 1 to 64 rows of `x`", "over", "calls", "mean", "worst", f"below {SLOWER}")
+    yield from table(heads, cells, text=2)
+    yield from _source_of_weights(_RANDOM_WEIGHTS, found)
+
+
+def _decoding() -> Iterator[str]:
+    path = "h200/decoding"
+    rows = record(path)["rows"]
+    cells = []
+    for row in rows:
+        rates = (f"{row['tokens_in_a_second'][side]:,.0f}" for side in ("bfloat16", "ours"))
+        speedup = _ratio(row, "bfloat16")
+        cells.append((row["name"].partition(", ")[2], *rates, _number(speedup) if speedup else "-"))
+    heads = ("tokens in a second", "weights of bfloat16", "int4", "speedup")
+    yield from table(heads, cells)
+    yield from _source_of_weights(path, rows)
+
+
+def _errors_of_weights() -> Iterator[str]:
+    path = "h200/small_weights_accuracy"
+    rows = record(path)["rows"]
+    results = {"float32": "float32 results", "bfloat16": "bfloat16 results"}
+    sides = {"ours": "`scaled_matmul`", "XLA": "XLA, dequantised", "bfloat16": "bfloat16"}
+    heads = [f"{side}, {out}" for out in results.values() for side in sides.values()]
+    cells = (
+        (row["name"], *(f"{row[out][side]:.1e}" for out in results for side in sides))
+        for row in rows
+    )
+    yield from table(("relative to the norm", *heads), cells)
+    yield from _source_of_weights(path, rows)
+
+
+def _source_of_weights(path: str, rows: list[Record]) -> Iterator[str]:
+    """Yield a link to a record, which says if its kernels are not those of the products' record."""
+    digests = (record(each)["source_digests"]["cuda"] for each in (path, _WEIGHTS))
+    earlier = "; the kernels were earlier ones than those of the first table"
+    yield f"\n- {_source(path, rows, '..')}{earlier if len({*digests}) > 1 else ''}"
+
+
 # Types in the order of tables.
 _TYPES = (
     "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "complex64",
@@ -470,7 +533,7 @@ _TABLES: Mapping[str, Callable[..., Iterator[str]]] = {
     query.__name__: query
     for query in (
         attention, counts, devices, first, fp8, ideas, lanes, mixture, operations, policy,
-        primitives, random, speed, start, story, tests, times,
+        primitives, random, speed, start, story, tests, times, weights,
     )
 }  # fmt: skip
 
