@@ -200,6 +200,24 @@ def test_a_call_reads_globals_anew(call, monkeypatch):
     np.testing.assert_array_equal(found[2], found[0])
 
 
+WEIGHTS = np.ones((2, 2), np.int8), None, np.ones((2, 1), np.float32)
+LAYERS = CALLS | {
+    "gated_linear": lambda f: jtk.gated_linear(ONE, ONE, ONE, f),
+    "scaled_matmul": lambda f: jtk.scaled_matmul(ONE, *WEIGHTS, epilogue=f),
+    "ragged_dot": lambda f: jtk.ragged_dot(ONE, ONE[None], IDS[0, :1], epilogue=f),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", LAYERS.values(), ids=LAYERS)
+def test_values_of_a_program_do_not_outlive_its_trace(call):
+    def loss(s):
+        return call(lambda y: s * y).sum()
+
+    with jax.checking_leaks():
+        jax.jit(loss)(3.0)
+        jax.jit(jax.grad(loss))(3.0)
+
+
 def test_equal_variables_are_one_program():
     traces = []
 

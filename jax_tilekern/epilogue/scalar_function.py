@@ -325,7 +325,10 @@ def trace_scalars(
         if is_closure := bool(closed_over) and _has_typed_functions(converted.jaxpr):
             closed_over = []
         else:
-            traced, python = converted, evaluated
+            # The jaxpr before has the values that are closed over, which are of one trace.
+            count = len(converted.in_avals)
+            traced = converted
+            python = functools.partial(evaluate_without_names, converted.jaxpr, count)
     reductions = tuple(reductions[i] for i in order)
     rounded = tuple(
         product if dtype == accumulator and not isinstance(kind, str) else dtype

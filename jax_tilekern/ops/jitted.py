@@ -34,9 +34,10 @@ def jitted(
     ``static`` are the parameters that are no operands; sequences among them become tuples, which
     have a hash. ``functions`` are those that are functions of the user's: keywords, or the last one
     that has a position. A call is traced once for each :class:`UserFunction`, and those that were
-    used last are kept with their programs. A call with a keyword of ``unless`` is not jitted,
-    because it looks at values. ``weights`` are operands that may be quantised: those stay as they
-    are, and an array that was made of some is replaced by them.
+    used last are kept with their programs. One that reads tracers is traced for each call. A call
+    with a keyword of ``unless`` is not jitted, because it looks at values. ``weights`` are operands
+    that may be quantised: those stay as they are, and an array that was made of some is replaced by
+    them.
     """
 
     def decorate(function: Function) -> Function:
@@ -45,14 +46,14 @@ def jitted(
         prepare |= dict.fromkeys(functions, _unchanged)
         prepare |= dict.fromkeys(weights, _weights)
 
-        @functools.lru_cache(MOST_FUNCTIONS)
         def jitted_with(users: tuple[tuple[str, UserFunction], ...]) -> Any:
             # JAX drops the programs of a function with it. It would keep static arguments.
             body = functools.partial(function, **{name: x.function for name, x in users})
             constants = (*static, *functions)
             return jax.jit(body, static_argnames=constants, inline=compat.inlined_when_traced)
 
-        compat.register_cache(jitted_with, function.__name__)
+        kept_with = functools.lru_cache(MOST_FUNCTIONS)(jitted_with)
+        compat.register_cache(kept_with, function.__name__)
         without_functions = jitted_with(())
 
         @functools.wraps(function)
@@ -81,7 +82,11 @@ def jitted(
                 for name in functions
                 if kwargs.get(name) is not None
             )
-            return (jitted_with(users) if users else without_functions)(*given, **kwargs)
+            if not users:
+                return without_functions(*given, **kwargs)
+            # Tracers are of one trace. A function that is kept would keep all of it.
+            reads_tracers = any(user.reads_tracers for _, user in users)
+            return (jitted_with if reads_tracers else kept_with)(users)(*given, **kwargs)
 
         return call  # type: ignore[return-value]
 
@@ -94,6 +99,11 @@ class UserFunction:
     def __init__(self, function: Any) -> None:
         self.function, self.read = function, tuple(_values_read(function))
 
+    @property
+    def reads_tracers(self) -> bool:
+        """Whether it reads values of a program that is traced."""
+        return has_tracers(self.read)
+
     def __hash__(self) -> int:
         return id(self.function)
 
@@ -104,6 +114,11 @@ class UserFunction:
             and len(self.read) == len(other.read)
             and all(map(_is_same, self.read, other.read))
         )
+
+
+def has_tracers(values: Sequence[Any]) -> bool:
+    """Return whether trees of values have tracers."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
 
 
 def _values_read(function: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:

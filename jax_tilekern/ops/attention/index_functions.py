@@ -15,7 +15,7 @@ from jax_tilekern.epilogue.plain_data import from_equations, to_equations
 from jax_tilekern.epilogue.scalar_function import evaluate_without_names, takes
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
-from jax_tilekern.ops.jitted import MOST_FUNCTIONS, UserFunction
+from jax_tilekern.ops.jitted import MOST_FUNCTIONS, UserFunction, has_tracers
 from jax_tilekern.partitioning import params_text
 
 INDEX = jax.core.ShapedArray((), np.dtype(np.int32))
@@ -142,19 +142,15 @@ def traced(
     if not callable(function):
         raise TypeError(f"attention: {argument} is {function!r}; it is a function of scalars")
     user = UserFunction(function)
-    if _has_tracers(user.read):
+    if user.reads_tracers:
         return _traced(function, argument, score)
     kept: list[tuple[IndexFunction, list[Array]]] = _kept(user, argument, score)
     if kept:
         return kept[0]
     found = _traced(function, argument, score)
-    if not _has_tracers(found[1]):
+    if not has_tracers(found[1]):
         kept.append(found)
     return found
-
-
-def _has_tracers(values: Sequence[Any]) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
 
 
 @compat.cached(max_size=MOST_FUNCTIONS)

@@ -178,17 +178,12 @@ _plus: Callable[..., Any] = _promoting(operator.add)
 _times_up: Callable[..., Any] = _promoting(operator.mul)
 
 
-# A function is traced once for each object, so equal layers share one.
-
-
-@compat.cached(max_size=256, trace_context_in_key=False)
 def _after_bias(activation: Activation | None) -> Callable[[Any, Any], Any]:
     if activation is None:
         return _plus
     return _named("bias", activation, lambda y, bias: activation(_plus(y, bias)))
 
 
-@compat.cached(max_size=256, trace_context_in_key=False)
 def _times(
     activation: Activation, epilogue: Callable[..., Any] | None
 ) -> Callable[[Any, Any], Any]:
