@@ -54,6 +54,7 @@ CALLS = {
     "jnp.tensordot": (patched(lambda x, w: jnp.tensordot(x, w, 1)), 1),
     "lax.dot_general": (patched(lambda x, w: jax.lax.dot_general(x, w, DIMENSIONS)), 1),
     "not patched": (jnp.matmul, 0),
+    "lax, not patched": (lambda x, w: jax.lax.dot_general(x, jnp.asarray(w), DIMENSIONS), 0),
     "operator": (lambda x, w: x @ w, 0),
     "einsum": (lambda x, w: jtk.einsum("abk,kn->abn", x, w), 0),
     "of rows": (lambda x, w: jtk.dot_general(x[..., :40], w, (((2,), (1,)), ((), ()))), 0),

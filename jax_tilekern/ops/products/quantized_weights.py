@@ -36,9 +36,10 @@ class QuantizedWeights(ArraySource):
     :func:`matmul`, :func:`dot_general`, :func:`linear` and :func:`gated_linear`
     take it as their second operand, and compute :func:`scaled_matmul`. So do ``jnp.matmul``,
     ``jnp.dot`` and ``jnp.tensordot`` inside :func:`patch`, and layers of Flax with
-    ``dot_general=jax_tilekern.dot_general``, if they compute in its ``dtype``. Anywhere else, in
-    ``x @ weights`` too, JAX dequantises it. It is a tree of arrays, as which it is stored, sharded
-    and differentiated; integers have derivatives of ``float0``.
+    ``dot_general=jax_tilekern.dot_general``, if they compute in its ``dtype``. Other functions of
+    ``jnp``, and ``x @ weights``, dequantise it. ``jnp.asarray(weights)`` is the array for functions
+    of ``lax`` and methods of arrays. It is a tree of arrays, as which it is stored, sharded and
+    differentiated; integers have derivatives of ``float0``.
 
     Attributes
     ----------
