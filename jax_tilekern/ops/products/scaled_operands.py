@@ -92,7 +92,10 @@ def refuse_zeros(function: str, zeros: Array | None) -> None:
 
 
 def check_weight_scales(what: str, w: Array, scales: Array, zeros: Array | None) -> None:
-    """Raise an error unless scales and zero points fit weights; ``what`` is their name."""
+    """Raise an error unless scales and zero points fit weights.
+
+    ``what`` is the function and what precedes their names, as in ``"scaled_matmul: rhs_"``.
+    """
     *leading, rows, k = w.shape
     counts = dict.fromkeys((*(blocks_of(k, group) for group in reversed(GROUPS)), 1))
     possible = [(*leading, r, c) for r in dict.fromkeys((rows, blocks_of(rows), 1)) for c in counts]
@@ -107,9 +110,10 @@ def check_weight_scales(what: str, w: Array, scales: Array, zeros: Array | None)
             + " or ".join(map(str, possible))
         )
     if zeros is not None and zeros.shape != scales.shape:
+        prefix = what.rpartition(" ")[2]
         raise ValueError(
-            f"{what}zeros have shape {zeros.shape}, and the scales {scales.shape}; each scale has "
-            "a zero point"
+            f"{what}zeros have shape {zeros.shape}, and {prefix}scales {scales.shape}; each scale "
+            "has a zero point"
         )
 
 
