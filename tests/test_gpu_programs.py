@@ -104,6 +104,7 @@ READ_IN_PLACE = {
         tuple(array(*shape, dtype=np.float32) for shape in ((64, 16), (64, 64), (512, 128, 16))),
         {"groups_jvp_recurrent_64_": 1, "groups_transposed_tangent_of_jvp_recurrent_64_": 1},
     ),
+    "weights of 4 bits": (by_int4, (array(8, 1024), *WEIGHTS), BY_INT4),
     "decompositions of batches": (
         jtk.linalg.svd, (array(10000, 3, 3, dtype=np.float32),), {"matrix_svd_float32_3x": 1},
     ),
@@ -117,14 +118,6 @@ def test_operands_are_read_in_place(name):
     assert moved(program) == []
     found = kernels(program)
     assert {kernel: found.count(kernel) for kernel in set(found)} == launched
-
-
-def test_weights_are_read_in_place():
-    """The rows of x are copied in the order of fragments."""
-    program = compiled(by_int4, array(8, 1024), *WEIGHTS)
-    assert moved(program) == ["transpose"]
-    found = kernels(program)
-    assert {kernel: found.count(kernel) for kernel in set(found)} == BY_INT4
 
 
 def experts(x, up, gate, down, weights, indices):
