@@ -265,3 +265,27 @@ def test_nothing_to_compute_with_sharded_features(rng, kind, size):
         assert each.shape == like.shape
         # JAX 0.10 does not copy an empty array that devices share.
         assert each.size == 0 or not np.any(each)
+
+
+def test_quantised_experts_inside_shard_map(rng):
+    x, logits, up, gate, down, _ = _arrays(rng)
+    experts = jtk.quantize_weights(
+        {"up": up, "gate": gate, "down": down}, where=lambda *_: True, block=(1, 32)
+    )
+
+    def layer(x, logits, experts):
+        up, gate, down = experts["up"], experts["gate"], experts["down"]
+        return jtk.moe(x, up, down, *jtk.route(logits, K), w_gate=gate)
+
+    def loss(layer, x):
+        return jnp.sum(layer(x, logits, experts) ** 2)
+
+    specs = {"in_specs": (P("d"), P("d"), P()), "out_specs": P("d")}
+    shared = jax.shard_map(layer, mesh=mesh_of((AUTO, AUTO)), **specs)
+    arrays = jax.tree.map(
+        jnp.asarray, experts, is_leaf=lambda w: isinstance(w, jtk.QuantizedWeights)
+    )
+    found, expected = (f(x, logits, w) for f, w in ((jax.jit(shared), experts), (layer, arrays)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    found, expected = (jax.grad(functools.partial(loss, jax.jit(f)))(x) for f in (shared, layer))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
