@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
@@ -27,6 +29,8 @@ from benchmarks.record import Record
 from benchmarks.report import row_line
 from benchmarks.timing import Runs, Times, device_times
 from jax_tilekern.cli.console import output_file, size
+from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.tuning.random_operands import copies_beyond_cache
 
 # An error that no margin is about.
 _ROUNDING = 1e-6
@@ -94,6 +98,8 @@ class Program:
         ``device_times`` takes, slows programs of thousands of launches and is that of one GPU.
     margin
         How many times the peer's error ours may have; a result beyond it has no time.
+    beyond_cache
+        Whether calls on a GPU alternate among copies of the arguments that exceed its L2.
     """
 
     name: str
@@ -106,6 +112,7 @@ class Program:
     contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] = field(default_factory=dict)
     timing: Callable[[Runs, float], Times] = device_times
     margin: float = math.inf
+    beyond_cache: bool = False
 
 
 @dataclass
@@ -204,8 +211,24 @@ def checked(found: CompiledProgram) -> CheckedProgram:
         }
         if peer and errors.get("ours", 0) > program.margin * errors.get(peer, 0) + _ROUNDING:
             fields["failure"] = f"error {errors['ours']:.1e}, {peer}'s {errors[peer]:.1e}"
-        runs = {name: functools.partial(found.sides[name], *arguments) for name in results}
+        sets = _sets(found, list(results))
+        runs = {name: _rotating(found.sides[name], sets) for name in results}
     return CheckedProgram(found, runs, peer, fields)
+
+
+def _sets(found: CompiledProgram, names: Sequence[str]) -> list[Arrays]:
+    """Return the arguments of calls in turn, so many that each side finds none of its own in L2."""
+    if not (found.program.beyond_cache and on_gpu()):
+        return [found.arguments]
+    read = min(found.sides[name].memory_analysis().argument_size_in_bytes for name in names)
+    copied = functools.partial(jax.tree.map, jnp.copy, found.arguments)
+    more = copies_beyond_cache(read, current_gpu().l2_bytes) - 1
+    return [found.arguments, *(copied() for _ in range(more))]
+
+
+def _rotating(side: Callable[..., Any], sets: Sequence[Arrays]) -> Callable[[], Any]:
+    turns = itertools.cycle(sets)
+    return lambda: side(*next(turns))
 
 
 def measured(program: Program, seconds: float) -> Record:

@@ -176,6 +176,7 @@ def _compiled(policy: str, most: int, drawn: DrawnCall) -> CompiledProgram:
             {"ours": ours} | {key: side.function for key, side in sides.items()},
             _errors, group=f"`{drawn.description}`", wide=drawn.call.is_wide,
             contexts={"ours": functools.partial(jtk.policy, policy), **contexts},
+            beyond_cache=True,
         )
     )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 ``ours`` is the library at its defaults. ``XLA`` multiplies by dequantised weights, and
 ``bfloat16`` by weights of bfloat16, which take four times or twice the bytes. Those of layers of
-experts are ``jtk.moe``, too.
+experts are ``jtk.moe``, too. Calls alternate among copies of the weights that exceed a GPU's L2, as
+the layers of a model do.
 
 ``small_weights_accuracy`` compares the same sides with float64. What is exact is the product of the
 dequantised weights, and for ``bfloat16`` that of its own.
@@ -82,6 +83,7 @@ def _layers() -> Iterator[Program]:
             sides,
             group="`moe` by int4",
             peer="bfloat16",
+            beyond_cache=True,
         )
 
 
@@ -117,6 +119,7 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
                     _errors,
                     group=f"`scaled_matmul` by {name}",
                     margin=1.0,
+                    beyond_cache=True,
                 )
     yield from _layers()
 

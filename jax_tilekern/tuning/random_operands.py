@@ -45,6 +45,10 @@ def beyond_cache(
     l2_bytes
         Size of the GPU's L2.
     """
-    size = max(1, sum(operand.nbytes for operand in operands))
-    copies = min(_MOST_COPIES, max(2, math.ceil(_CACHES * l2_bytes / size)))
+    copies = copies_beyond_cache(sum(operand.nbytes for operand in operands), l2_bytes)
     return [operands, *(operands_of(seed) for seed in range(1, copies))]
+
+
+def copies_beyond_cache(size: int, l2_bytes: int) -> int:
+    """Return how many operands, of so many bytes each, L2 evicts before each is used again."""
+    return min(_MOST_COPIES, max(2, math.ceil(_CACHES * l2_bytes / max(1, size))))
