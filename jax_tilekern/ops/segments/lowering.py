@@ -28,7 +28,7 @@ from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.segments import on_cpu
 from jax_tilekern.plans.segments.problem import MapOperand, MapText, SegmentReduction
-from jax_tilekern.plans.segments.select import plan_segments, unsorted_kernel
+from jax_tilekern.plans.segments.select import plan_segments, reads_keys
 from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Rewrite
 
 
@@ -52,7 +52,7 @@ def on_cuda(operands: Sequence[Operand], _: Any, *, call: SegmentCall) -> Planne
         return Fallback(str(error))
     values = EdgeOperands.of([x.value for x in operands], call)
     # XLA drops a sort whose results nothing reads.
-    order = (values.keys,) if unsorted_kernel(problem, gpu) else (*values.order, values.bounds)
+    order = (values.keys,) if reads_keys(problem, gpu) else (*values.order, values.bounds)
     return planned_kernel((*values.arrays, *values.indices, *order), plan_segments, problem)
 
 

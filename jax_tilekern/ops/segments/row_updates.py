@@ -244,7 +244,8 @@ def _refusal(
     if not is_neutral:
         # The results are read, and combined with the table. XLA may update the table in place.
         bandwidth = gpu.rates.memory_bandwidth * gpu.rates.cycles_per_microsecond
-        ours += 3 * math.prod(shape) * dtype.itemsize / bandwidth
+        of_element = problem.value.itemsize + 2 * dtype.itemsize
+        ours += math.prod(shape) * of_element / bandwidth
     if ours < xla:
         return None
     return Fallback("XLA's scatter is as fast", PredictedUs(ours, xla))

@@ -1,14 +1,13 @@
 """The time of a reduction by kernels and by XLA's scatter, in microseconds on a Hopper GPU.
 
-The numbers are measured (docs/tuning-log.md). They decide for all but products of floats and
-functions of edges.
+The numbers are measured (docs/tuning-log.md).
 """
 
 from __future__ import annotations
 
 import math
 
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import WARP, Gpu
 from jax_tilekern.plans.segments.few_segments import FewSegments
 from jax_tilekern.plans.segments.index_sort import IndexSort
 from jax_tilekern.plans.segments.problem import SegmentReduction
@@ -19,23 +18,32 @@ from jax_tilekern.plans.segments.sorted_segments import SortedSegments
 _SCANNED, _FEW, _SORTED = 6.0, 12.0, 15.0
 # A sort: its launches, the launches of each digit after the first, and a million keys of a digit.
 _SORT, _DIGIT, _MILLION_KEYS = 9.0, 9.0, 30.0
+# A million warps that end a bin with edges, or one without, and a million CTAs that scan edges.
+_MILLION_BINS, _MILLION_EMPTY_BINS, _MILLION_CTAS = 117.0, 25.0, 1140.0
 # XLA's scatter: its launch, the time of a million memory sectors that rows of atomic additions
 # touch, of a million atomic operations that are no additions of float32, and of each atomic
-# operation on the same address. Operations of 8 and 16 bits are loops of compare-and-swap; floats
-# of 16 bits are added in float32, and a pass rounds them.
+# operation on the same address. Operations of 8 and 16 bits, and products of floats, are loops of
+# compare-and-swap; floats of 16 bits are added in float32, and a pass rounds them.
 _SCATTER, _ROUNDING, _SECTOR_BYTES = 2.0, 2.0, 32
 _MILLION_SECTORS, _MILLION_ATOMICS, _MILLION_LOOPS = 11.0, 5.5, 17.0
+_MILLION_PRODUCTS = {4: 15.0, 8: 100.0}
 _SAME_FLOAT, _SAME_INTEGER, _SAME_LOOP = 0.02, 0.1, 4.0
+_SMS = 132
 
 
 def kernel_microseconds(kernel: ScannedSegments | FewSegments | SortedSegments, gpu: Gpu) -> float:
     """Estimate the time of a kernel, with the sort that it needs."""
     r = kernel.reduction
     memory = _memory_microseconds(r, gpu)
+    of_sms = _SMS / gpu.sm_count
     if isinstance(kernel, ScannedSegments):
-        return _SCANNED + memory
+        return _SCANNED + max(memory, kernel.ctas / 1e6 * _MILLION_CTAS * of_sms)
     if isinstance(kernel, FewSegments):
         return _FEW + memory
+    warps = r.tiles * r.lanes / WARP / 1e6
+    ended, empty = min(r.edges, r.bins), max(0, r.bins - r.edges)
+    bins = warps * (ended * _MILLION_BINS + empty * _MILLION_EMPTY_BINS) * of_sms
+    memory = max(memory, bins)
     if not r.ordered:
         return _SORTED + memory
     digits = len(IndexSort(r.edges, r.bins).digits)
@@ -44,10 +52,14 @@ def kernel_microseconds(kernel: ScannedSegments | FewSegments | SortedSegments, 
 
 
 def _memory_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
-    r, rates = reduction, gpu.rates
-    moved = sum(x.dtype.itemsize for x in r.operands) * r.edges * r.columns
-    moved += r.batch * r.segments * r.columns * r.out_dtype.itemsize
-    return moved / rates.memory_bandwidth / rates.cycles_per_microsecond
+    r = reduction
+    moved = sum(x.dtype.itemsize * (1 if x.broadcast else r.columns) for x in r.operands) * r.edges
+    return _microseconds_of(moved + r.results * r.out_dtype.itemsize, gpu)
+
+
+def _microseconds_of(size: int, gpu: Gpu) -> float:
+    """Return the time of memory to move so many bytes."""
+    return size / gpu.rates.memory_bandwidth / gpu.rates.cycles_per_microsecond
 
 
 def xla_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
@@ -59,8 +71,13 @@ def xla_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
         return _SCATTER + max(operations * _MILLION_LOOPS, on_an_address * _SAME_LOOP)
     sectors = rows * math.ceil(r.columns * r.value.itemsize / _SECTOR_BYTES)
     time = sectors * _MILLION_SECTORS + _memory_microseconds(r, gpu)
-    if (r.reduction, r.value.kind) != ("sum", "f"):
-        time = max(time, operations * _MILLION_ATOMICS)
     same = _SAME_FLOAT if r.value.kind == "f" else _SAME_INTEGER
-    rounding = _ROUNDING if r.out_dtype != r.value else 0.0
+    if (r.reduction, r.value.kind) == ("prod", "f"):
+        time = max(time, operations * _MILLION_PRODUCTS[r.value.itemsize])
+        same = _SAME_LOOP
+    elif (r.reduction, r.value.kind) != ("sum", "f"):
+        time = max(time, operations * _MILLION_ATOMICS)
+    rounding = 0.0
+    if r.out_dtype != r.value:
+        rounding = _ROUNDING + _microseconds_of(2 * r.results * r.value.itemsize, gpu)
     return _SCATTER + rounding + max(time, on_an_address * same)

@@ -68,6 +68,11 @@ class SegmentReduction:
         return self.batch * self.period
 
     @property
+    def results(self) -> int:
+        """Elements of the result."""
+        return self.batch * self.segments * self.columns
+
+    @property
     def cxx_value(self) -> str:
         return CXX_TYPES[self.value]
 

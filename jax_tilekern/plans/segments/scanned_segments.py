@@ -26,11 +26,16 @@ class ScannedSegments:
     reduction: SegmentReduction
 
     @property
-    def is_fast(self) -> bool:
-        """Whether it takes less time than a sort."""
+    def is_possible(self) -> bool:
+        """Whether a CTA for each tile of a row has few enough edges to compare."""
+        edges = self.reduction.edges
+        return edges <= _MOST_EDGES and edges * self.ctas <= _MOST_COMPARISONS
+
+    @property
+    def ctas(self) -> int:
+        """CTAs: one for each tile of a segment's row."""
         r = self.reduction
-        rows = r.batch * r.segments * r.tiles
-        return r.edges <= _MOST_EDGES and r.edges * rows <= _MOST_COMPARISONS
+        return r.batch * r.segments * r.tiles
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         r = self.reduction
@@ -42,7 +47,7 @@ class ScannedSegments:
         shape = Scalars.pack("q3I4x", r.columns, r.edges, r.segments, r.tiles)
         launch = Launch(
             entry=compiled.entry(kernel.name),
-            grid=(r.batch * r.segments * r.tiles, 1, 1),
+            grid=(self.ctas, 1, 1),
             block=(_THREADS, 1, 1),
             parameters=(Buffer(first), Buffer(first + 1), shape, *edge_map.parameters()),
         )

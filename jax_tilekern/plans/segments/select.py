@@ -11,27 +11,21 @@ from jax_tilekern.plans.segments.problem import SegmentReduction
 from jax_tilekern.plans.segments.scanned_segments import ScannedSegments
 from jax_tilekern.plans.segments.sorted_segments import SortedSegments
 
+SegmentKernel = ScannedSegments | FewSegments | SortedSegments
 
-def unsorted_kernel(reduction: SegmentReduction, gpu: Gpu) -> ScannedSegments | FewSegments | None:
-    """Return what reads the keys of the edges as they lie, and no order, if that is faster."""
-    scanned = ScannedSegments(reduction)
-    if scanned.is_fast:
-        return scanned
-    return few_segments(reduction, gpu) if reduction.ordered else None
+
+def reads_keys(reduction: SegmentReduction, gpu: Gpu) -> bool:
+    """Return whether the kernel reads the keys of the edges as they lie, and no order."""
+    return not isinstance(_kernel(reduction, gpu), SortedSegments)
 
 
 def plan_segments(reduction: SegmentReduction, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan a reduction.
 
-    Its operands end with the keys for an :func:`unsorted_kernel`, otherwise with the order and
-    bounds.
+    Its operands end with the keys for a kernel that :func:`reads_keys`, otherwise with the order
+    and bounds.
     """
-    # No time of XLA's products of floats is known.
-    is_known = reduction.text is None and (reduction.reduction, reduction.value.kind) != (
-        "prod",
-        "f",
-    )
-    if is_known and current_policy() != "kernels":
+    if current_policy() != "kernels":
         ours, xla = predicted_microseconds(reduction, gpu)
         if xla < ours:
             why = "XLA's scatter is predicted to be faster"
@@ -46,7 +40,13 @@ def predicted_microseconds(reduction: SegmentReduction, gpu: Gpu) -> tuple[float
     return kernel_microseconds(_kernel(reduction, gpu), gpu), xla_microseconds(reduction, gpu)
 
 
-def _kernel(
-    reduction: SegmentReduction, gpu: Gpu
-) -> ScannedSegments | FewSegments | SortedSegments:
-    return unsorted_kernel(reduction, gpu) or SortedSegments(reduction, gpu.sm_count)
+def _kernel(reduction: SegmentReduction, gpu: Gpu) -> SegmentKernel:
+    """Return the kernel that is predicted to be the fastest."""
+    scanned = ScannedSegments(reduction)
+    few = few_segments(reduction, gpu) if reduction.ordered else None
+    kernels: list[SegmentKernel] = [
+        *([scanned] if scanned.is_possible else []),
+        *([few] if few else []),
+        SortedSegments(reduction, gpu.sm_count),
+    ]
+    return min(kernels, key=lambda kernel: kernel_microseconds(kernel, gpu))
