@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from jax_tilekern.compilation.compiler import (
     cache_info,
     compile_kernels,
 )
+from jax_tilekern.compilation.library_identity import file_identity
 
 SCALE = """
 struct Sizes { long long m, n; int k; };
@@ -328,6 +330,33 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield path
     nvrtc._load.cache_clear()
     nvrtc.nvrtc_identity.cache_clear()
+
+
+def test_copies_of_a_library_are_the_same(tmp_path: Path) -> None:
+    """Its build ID identifies it; a file that has none is identified by its place."""
+    # A note of another kind, and the one of the build ID, in the second of two segments.
+    notes = struct.pack("<3I8s", 4, 2, 1, b"GNU\0ab") + struct.pack("<3I8s", 4, 3, 3, b"GNU\0abc")
+    table = b"".join(
+        struct.pack("<II6Q", kind, 4, at, 0, 0, len(notes), 0, 4) for kind, at in ((1, 0), (4, 176))
+    )
+    header = b"\x7fELF\x02\x01".ljust(32, b"\0") + struct.pack("<QQIHHH", 64, 0, 0, 64, 56, 2)
+    library = header.ljust(64, b"\0") + table + notes
+    contents = {
+        "library": library,
+        "copy": library,
+        "other": library.replace(b"abc", b"abd"),
+        "truncated header": header[:50],
+        "truncated table": library[:100],
+        "truncated notes": library[:-3],
+        "text": b"not a library",
+    }
+    found = {}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        found[name] = file_identity(str(tmp_path / name))
+    assert found.pop("library") == found.pop("copy") == b"abc".hex()
+    assert found.pop("other") == b"abd".hex()
+    assert all(str(tmp_path / name) in identity for name, identity in found.items())
 
 
 @pytest.mark.thorough

@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from jax_tilekern.compilation.library_identity import file_identity
 from jax_tilekern.compilation.nvrtc import (
     CompileError,
     NvrtcNotFound,
-    file_identity,
     library_paths,
     toolkit_wheel,
     without_report,

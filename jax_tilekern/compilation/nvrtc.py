@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jax_tilekern.compilation.library_identity import file_identity
+
 # By CUDA version: the library's folder in the wheels' ``nvidia``, and the wheel.
 _FOLDERS = {13: "cu13/lib", 12: "cuda_nvrtc/lib"}
 _WHEELS = {13: "nvidia-cuda-nvrtc>=13,<14", 12: "nvidia-cuda-nvrtc-cu12"}
@@ -79,7 +81,7 @@ def nvrtc() -> Nvrtc:
 def nvrtc_identity() -> str:
     """Return what distinguishes the NVRTC that :func:`nvrtc` loads from any other.
 
-    A wheel's file is identified without loading it, which takes longer than to read cached kernels.
+    A file is identified without loading it, which takes longer than to read cached kernels.
 
     Raises
     ------
@@ -174,12 +176,6 @@ def library_paths(name: str, folders: Mapping[int, str]) -> Iterator[tuple[int, 
             if os.path.isfile(path):
                 yield major, path
         yield major, library
-
-
-def file_identity(path: str) -> str:
-    """Return what distinguishes a file from any other, without reading it."""
-    file = os.stat(path)
-    return f"{path} {file.st_size} {file.st_mtime_ns}"
 
 
 def _candidates() -> Iterator[tuple[int, str]]:
