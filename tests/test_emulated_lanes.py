@@ -17,6 +17,7 @@ import jax_tilekern as jtk
 TABLE = lane_functions.table() | lane_expressions.table()
 WIDE = lane_functions.wide_table() | lane_expressions.wide_table()
 GRADIENTS = lane_functions.gradients() | lane_expressions.gradients()
+GRADIENT_NAMES = {f"gradient of {name}": case for name, case in GRADIENTS.items()}
 # Systems whose condition is large.
 LONG = (
     jax.lax.linalg.tridiagonal_solve, 0,
@@ -46,7 +47,10 @@ def rows_by(map_):
 
 
 # Random programs of the default selection.
-PROGRAMS = [*zip(lane_programs.DERIVATIVES, (0, 1, 1, 0), strict=True)]
+RANDOM = {
+    f"{kind} {seed}": (kind, seed)
+    for kind, seed in zip(lane_programs.DERIVATIVES, (0, 1, 1, 0), strict=True)
+}
 PROGRAM_ARGUMENTS = (
     lane_functions.normal(6, 3), lane_functions.integers_of(6), lane_functions.normal(6, 5),
 )  # fmt: skip
@@ -75,27 +79,33 @@ def raw(tree):
     ]
 
 
+def traced_as(name):
+    """A function of the tests by its name, as a jaxpr."""
+    if name == "rows":
+        function, args = rows_by(jtk.kernel)
+        return jax.make_jaxpr(function)(*args)
+    if name in RANDOM:
+        return _random_traced(*RANDOM[name])
+    if name in GRADIENT_NAMES:
+        function, args = gradient_by(GRADIENT_NAMES[name], jtk.kernel)
+        return jax.make_jaxpr(function)(*args)
+    function, args = mapped_by((TABLE | WIDE | {"long tridiagonal": LONG})[name], jtk.kernel)
+    with jax.enable_x64(name in WIDE):
+        return jax.make_jaxpr(lambda *args: raw(function(*args)))(*args)
+
+
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    """Every function, compiled in one program."""
-    traced = {}
-    for name, case in (TABLE | {"long tridiagonal": LONG}).items():
-        function, args = mapped_by(case, jtk.kernel)
-        traced[name] = jax.make_jaxpr(lambda *args, f=function: raw(f(*args)))(*args)
-    function, args = rows_by(jtk.kernel)
-    traced["rows"] = jax.make_jaxpr(function)(*args)
-    for name, case in GRADIENTS.items():
-        function, args = gradient_by(case, jtk.kernel)
-        traced[f"gradient of {name}"] = jax.make_jaxpr(function)(*args)
-    traced |= {f"{kind} {seed}": _random_traced(kind, seed) for kind, seed in PROGRAMS}
-    with jax.enable_x64(True):
-        for name, case in WIDE.items():
-            function, args = mapped_by(case, jtk.kernel)
-            traced[name] = jax.make_jaxpr(lambda *args, f=function: raw(f(*args)))(*args)
+def emulated(request, tmp_path_factory):
+    """The functions of the tests that run, compiled in one program."""
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.module is request.module and "emulated" in item.fixturenames
+    ]
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
-    return Emulated(traced, root / "lock_of_lanes")
+    return Emulated({name: traced_as(name) for name in names}, root / "lock_of_lanes")
 
 
 def assert_close(found, wanted, factor=1):
@@ -130,10 +140,10 @@ def _assert_random_is_vmap(emulated, name, kind, seed):
     )
 
 
-@pytest.mark.parametrize(("kind", "seed"), PROGRAMS)
+@pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.one_in(4)
-def test_random_programs(emulated, kind, seed):
-    _assert_random_is_vmap(emulated, f"{kind} {seed}", kind, seed)
+def test_random_programs(emulated, name):
+    _assert_random_is_vmap(emulated, name, *RANDOM[name])
 
 
 @pytest.mark.thorough
@@ -152,13 +162,15 @@ def test_is_vmap(emulated, name):
     assert_close(emulated(name, *args), raw(jax.jit(function)(*args)))
 
 
-def test_digamma_of_zero(emulated):
+@pytest.mark.parametrize("name", ["digamma"])
+def test_digamma_of_zero(emulated, name):
     # NaN in JAX 0.10.
     zeros = np.float32([0, -0.0] * 3)
-    assert_close(emulated("digamma", zeros), [np.full_like(zeros, -np.inf)])
+    assert_close(emulated(name, zeros), [np.full_like(zeros, -np.inf)])
 
 
-def test_tridiagonal_solutions_have_small_residuals(emulated):
+@pytest.mark.parametrize("name", ["long tridiagonal"])
+def test_tridiagonal_solutions_have_small_residuals(emulated, name):
     """Also where pivots are small.
 
     With row exchanges the elements of L are at most 1, two in a column. Those of U are at most as
@@ -168,7 +180,7 @@ def test_tridiagonal_solutions_have_small_residuals(emulated):
     the matrix, and of the right side, takes part in at most 12 roundings.
     """
     lower, diagonal, upper, b = operands = LONG[2]
-    (x,) = emulated("long tridiagonal", *operands)
+    (x,) = emulated(name, *operands)
     unit = np.finfo(np.float32).eps / 2
     for i in range(len(b)):
         above, below = np.diag(upper[i, :-1], 1), np.diag(lower[i, 1:], -1)
@@ -177,10 +189,11 @@ def test_tridiagonal_solutions_have_small_residuals(emulated):
         assert residual <= 13 * 12 * unit * np.abs(matrix).max() * np.abs(x[i]).sum()
 
 
-def test_rows_in_shared_memory(emulated):
+@pytest.mark.parametrize("name", ["rows"])
+def test_rows_in_shared_memory(emulated, name):
     function, args = rows_by(jax.vmap)
-    assert_close(emulated("rows", *args), jax.jit(function)(*args))
-    (kernel,) = emulated.kernels("rows")
+    assert_close(emulated(name, *args), jax.jit(function)(*args))
+    (kernel,) = emulated.kernels(name)
     # Both operands, which two results are, and the other long result of 32 bits.
     assert (kernel.text.count("lax::load_rows"), kernel.text.count("lax::store_rows")) == (2, 3)
     assert kernel.shared_bytes == 32 * 4 * (3 * 101)
@@ -192,9 +205,9 @@ def test_is_vmap_of_64_bits(emulated, name, x64):
     assert_close(emulated(name, *args), raw(jax.jit(function)(*args)))
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", GRADIENT_NAMES)
 @pytest.mark.one_in(5)
 def test_gradient_is_that_of_vmap(emulated, name):
-    function, args = gradient_by(GRADIENTS[name], jax.vmap)
-    found = emulated(f"gradient of {name}", *args)
+    function, args = gradient_by(GRADIENT_NAMES[name], jax.vmap)
+    found = emulated(name, *args)
     assert_close(found, jax.tree.leaves(jax.jit(function)(*args)))
