@@ -149,9 +149,13 @@ def test_options(name):
         argnums = (0, 1, 2) if bias is None else (0, 1, 2, 3)
         gradient = jax.grad(lambda *xs: jnp.sum(jnp.sin(f(*xs))), argnums)
         both = lambda *xs: (f(*xs), gradient(*xs))  # noqa: E731
-        return both(QUERY, KEY, VALUE, bias), [
-            jax.vmap(both, axes)(*xs) for axes, xs in zip(mapped, operands, strict=True)
-        ]
+        functions = [both, *(jax.vmap(both, axes) for axes in mapped)]
+
+        @jax.jit
+        def everything(*operands):
+            return [function(*xs) for function, xs in zip(functions, operands, strict=True)]
+
+        return everything((QUERY, KEY, VALUE, bias), *operands)
 
     found, expected = map(value_and_gradient, (jtk, ORACLES))
     assert_close(jax.tree.leaves(found), jax.tree.leaves(expected), 1e-4)
@@ -225,10 +229,12 @@ def test_queries_without_keys_give_zeros(options):
     def loss(*xs):
         return jnp.sum(jnp.cos(f(*xs)))
 
-    xs = QUERY, KEY, VALUE
-    first = jax.grad(loss, (0, 1, 2))
-    second = jax.jvp(first, xs, xs)[1]
-    for x in jax.tree.leaves((f(*xs), first(*xs), second)):
+    @jax.jit
+    def everything(*xs):
+        first = jax.grad(loss, (0, 1, 2))
+        return f(*xs), first(*xs), jax.jvp(first, xs, xs)[1]
+
+    for x in jax.tree.leaves(everything(QUERY, KEY, VALUE)):
         np.testing.assert_array_equal(x, 0)
 
 
