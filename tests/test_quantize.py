@@ -173,6 +173,8 @@ def test_there_is_no_derivative():
         (TypeError, "rounds to .*, not int16", (np.ones((2, 2), np.float32), (1, 128), np.int16)),
         (ValueError, r"blocks .*\(128, 128\).*not \(1, 16\)", (np.ones((2, 2)), (1, 16))),
         (ValueError, r"blocks .*\(128, 128\).*not 128", (np.ones((2, 2)), 128)),
+        (ValueError, r"blocks .*not \(1, 'a'\)", (np.ones((2, 2)), (1, "a"))),
+        (TypeError, r"\(1, 64\.0\) has the float 64\.0.* 64 ", (np.ones((2, 2)), (1, 64.0))),
         (ValueError, r"at least 2 dimensions.*\(4,\)", (np.ones(4),)),
         (TypeError, "rounds to .*, not 'fp8'", (np.ones((2, 2)), (1, 128), "fp8")),
         (TypeError, "rounds to .*, not None", (np.ones((2, 2)), (1, 128), None)),

@@ -191,7 +191,10 @@ def _with_hash(value: Any) -> Any:
     # Instances of other classes, such as jax.lax.DotAlgorithm, are excluded.
     if type(value) in (list, tuple) or isinstance(value, Iterator):
         # jit would take 1.0 for an axis 1 that it has seen, since both have one hash.
-        return tuple(operator.index(x) if _is_whole(x) else _with_hash(x) for x in value)
+        values = tuple(map(_with_hash, value))
+        for x in filter(_is_whole, values):
+            raise TypeError(f"{values} has the float {x}, which is {int(x)} as an integer")
+        return values
     return value
 
 
