@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, serialization
 from guides import snippets
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -210,6 +210,28 @@ def test_checkpoints_are_arrays(rng, tmp_path):
     values = stored["values"].astype(jnp.int4)
     again = jtk.QuantizedWeights(values, stored["arr_0"], stored["arr_1"])
     np.testing.assert_array_equal(again.array(), weights.array())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "symmetric"),
+    [(jnp.int4, False), (jnp.int4, True), (jnp.int8, False), (jnp.float8_e4m3fn, True)],
+)
+def test_states_of_flax(rng, dtype, symmetric):
+    def draw():
+        w = jnp.asarray(rng.standard_normal((2, 150, 40)), jnp.bfloat16)
+        weights = jtk.quantize_weights(w, lambda *_: True, dtype=dtype, symmetric=symmetric)
+        return {"dense": {"kernel": weights}}
+
+    stored, target = draw(), draw()
+    found = serialization.from_bytes(target, serialization.to_bytes(stored))
+    assert jax.tree.structure(found) == jax.tree.structure(stored)
+    for x, y in zip(*map(jax.tree.leaves, (found, stored)), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    state = serialization.to_state_dict(stored)
+    del state["dense"]["kernel"]["zeros"]
+    with pytest.raises(ValueError, match=r"zeros, and .* at .*dense/kernel has values, scales$"):
+        serialization.from_state_dict(target, state)
 
 
 def test_what_is_quantised(rng):

@@ -7,9 +7,10 @@ transformation must then be of a function of these variables and return them, as
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -57,3 +58,27 @@ def register_box(cls: type) -> None:
     metadata = sys.modules.get("flax.core.meta")
     if metadata is not None:
         metadata.AxisMetadata.register(cls)
+
+
+def register_state(cls: type, names: Sequence[str]) -> None:
+    """Let Flax, if it is there, store these fields of instances of a dataclass."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is None or serialization.is_serializable(cls):
+        return
+
+    def state_of(x: Any) -> dict[str, Any]:
+        return {name: serialization.to_state_dict(getattr(x, name)) for name in names}
+
+    def restored(x: Any, state: dict[str, Any]) -> Any:
+        if state.keys() != set(names):
+            raise ValueError(
+                f"{cls.__name__} have {', '.join(names)}, and the state at "
+                f"{serialization.current_path()} has {', '.join(state)}"
+            )
+        fields = {
+            name: serialization.from_state_dict(getattr(x, name), state[name], name)
+            for name in names
+        }
+        return dataclasses.replace(x, **fields)
+
+    serialization.register_serialization_state(cls, state_of, restored)

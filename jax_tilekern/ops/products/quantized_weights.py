@@ -74,6 +74,7 @@ class QuantizedWeights(ArraySource):
 
     def __post_init__(self) -> None:
         linen.register_box(type(self))
+        linen.register_state(type(self), ("values", "scales", "zeros"))
         # One type is one object, whether it was given as a type, a class or a name.
         dtype = np.dtype(np.float32 if self.dtype is None else self.dtype)
         object.__setattr__(self, "dtype", dtype)
