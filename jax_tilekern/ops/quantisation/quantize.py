@@ -41,6 +41,7 @@ from jax_tilekern.primitives.operation import (
     Planner,
     Rewrite,
     define,
+    lowering_platform,
     no_refusal,
 )
 
@@ -55,8 +56,9 @@ _BLOCKS: tuple[Block, ...] = (
 # platforms flush, round to zero in every block.
 _LEAST = np.float32(2.0**-90)
 _MAX = dict(zip((*FP8, *INTEGERS), (448, 57344, 7, 127), strict=True))
-# A byte that is NaN of either type.
+# A byte that is NaN of either type, and the bits of the least float32 that is not finite.
 _NAN = np.uint8(0x7F)
+_INFINITY = np.uint32(0x7F800000)
 
 
 @jitted("block", "dtype", "power_of_two", "both", "symmetric")
@@ -177,10 +179,13 @@ def _reference(
 ) -> list[Array]:
     x = x.astype(np.float32)
     results: list[Array] = []
-    for each in (x, jnp.swapaxes(x, -1, -2)) if both else (x,):
-        values, *others = _quantized(each, block, dtype, power_of_two, symmetric)
-        of_blocks = [jnp.swapaxes(y, -1, -2) for y in others] if _has_rows_last(block) else others
-        results += [values, *of_blocks]
+    # The transpose is quantised where the array lies, in blocks that are transposed.
+    for of_transpose in (False, True)[: 1 + both]:
+        own = block[::-1] if of_transpose else block
+        values, *of_blocks = _quantized(x, own, dtype, power_of_two, symmetric)
+        results.append(jnp.swapaxes(values, -1, -2) if of_transpose else values)
+        moved = of_transpose != _has_rows_last(block)
+        results += [jnp.swapaxes(y, -1, -2) if moved else y for y in of_blocks]
     return results
 
 
@@ -188,26 +193,27 @@ def _quantized(
     x: Array, block: Block, dtype: np.dtype[Any], power_of_two: bool, symmetric: bool
 ) -> list[Array]:
     given, x = x, _in_whole_blocks(x, block)
-    axes = x.ndim - 2, x.ndim - 1
-
-    def max_of_blocks(x: Array) -> Array:
-        for axis, size in zip(axes, block, strict=True):
-            x = _max_of_blocks(x, axis, size)
-        return x
+    blocks = _split(x, block)
 
     def of_elements(y: Array) -> Array:
-        for axis, size in zip(axes, block, strict=True):
-            if size not in (1, None):
-                y = scales_of_elements(y, axis, x.shape[axis], size)
-        return y
+        return jnp.expand_dims(y, (-3, -1))
 
-    finite = jnp.isfinite(x)
-    largest = max_of_blocks(jnp.where(finite, jnp.abs(x), 0))
+    # Magnitudes are ordered as their bits are. One pass of integers finds what the blocks need.
+    bits = lax.bitcast_convert_type(blocks, np.uint32)
+    magnitudes = bits & 0x7FFFFFFF
+    finite = magnitudes < _INFINITY
+    is_negative = bits > 0x7FFFFFFF
+    above, below, any_value = _max_of_blocks(
+        jnp.where(finite & ~is_negative, magnitudes, 0),
+        jnp.where(finite & is_negative, magnitudes, 0),
+        magnitudes,
+    )
+    above, below = (lax.bitcast_convert_type(y, np.float32) for y in (above, below))
+    largest = jnp.maximum(above, below)
     if symmetric:
         scales = largest * np.float32(1 / _MAX[dtype])
     else:
         least, most = -1 - _MAX[dtype], _MAX[dtype]
-        above, below = (max_of_blocks(jnp.where(finite & (y > 0), y, 0)) for y in (x, -x))
         # The halves are exact, so a fused multiply-add has the same bits.
         halves = above * np.float32(0.5) + below * np.float32(0.5)
         scales = halves * np.float32(2 / (most - least))
@@ -216,12 +222,10 @@ def _quantized(
     is_zero = largest < _LEAST
     factors = jnp.where(is_zero, np.float32(1), _reciprocal(scales))
     scales = jnp.where(is_zero, np.float32(1), scales)
-    scaled = x * of_elements(factors)
+    scaled = blocks * of_elements(factors)
     results = [scales]
     if dtype in FP8:
-        # XLA may change the bits of NaN where it selects 8-bit floats.
-        bits = lax.bitcast_convert_type(scaled.astype(dtype), np.uint8)
-        values = lax.bitcast_convert_type(jnp.where(finite, bits, _NAN), dtype)
+        values = lax.bitcast_convert_type(jnp.where(finite, _fp8_bits(scaled, dtype), _NAN), dtype)
     else:
         steps_of = lax.round(jnp.where(finite, scaled, 0), lax.RoundingMethod.TO_NEAREST_EVEN)
         if symmetric:
@@ -232,8 +236,8 @@ def _quantized(
             zeros = jnp.where(is_zero, 0, jnp.clip(least + lowest, least, most))
             values = jnp.clip(steps_of + of_elements(zeros), least, most).astype(dtype)
             results.append(zeros)
-        has_nan = max_of_blocks(jnp.where(finite, np.float32(0), np.float32(1)))
-        results[0] = jnp.where(has_nan > 0, np.float32(np.nan), scales)
+        results[0] = jnp.where(any_value < _INFINITY, scales, np.float32(np.nan))
+    values = _joined(values, x.shape)
     if x is not given:
         values = jax.sharding.reshard(values, jax.typeof(given).sharding)
     return [values, *results]
@@ -269,15 +273,50 @@ def scales_of_elements(scales: Array, axis: int, size: int, block: int = BLOCK) 
     return lax.slice_in_dim(elements, 0, size, axis=axis)
 
 
-def _max_of_blocks(x: Array, axis: int, size: int | None) -> Array:
-    if size is None:
-        return jnp.max(x, axis, keepdims=True, initial=0)
-    if size == 1:
-        return x
-    count = -(-x.shape[axis] // size)
-    padding = [(0, count * size - n if i == axis else 0) for i, n in enumerate(x.shape)]
-    shape = (*x.shape[:axis], count, size, *x.shape[axis + 1 :])
-    return jnp.max(jnp.pad(x, padding).reshape(shape), axis + 1)
+def _split(x: Array, block: Block) -> Array:
+    """Return matrices as blocks of ``(..., rows of blocks, rows, columns of blocks, columns)``."""
+    # On explicit axes a reshape splits one dimension.
+    for axis, size in ((x.ndim - 1, block[1]), (x.ndim - 2, block[0])):
+        n = x.shape[axis]
+        count, size = (1, n) if size is None else (-(-n // size), size)
+        padding = [(0, count * size - n if i == axis else 0) for i in range(x.ndim)]
+        shape = (*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+        x = jnp.pad(x, padding).reshape(shape)
+    return x
+
+
+def _joined(blocks: Array, shape: Sequence[int]) -> Array:
+    """Return the matrices of a shape that were split to blocks."""
+    for axis in (len(shape) - 2, len(shape) - 1):
+        count, size = blocks.shape[axis : axis + 2]
+        blocks = blocks.reshape(*blocks.shape[:axis], count * size, *blocks.shape[axis + 2 :])
+        blocks = lax.slice_in_dim(blocks, 0, shape[axis], axis=axis)
+    return blocks
+
+
+def _max_of_blocks(*bits: Array) -> list[Array]:
+    """Return the largest unsigned integers of each block, from one pass over several arrays."""
+    axes = (bits[0].ndim - 3, bits[0].ndim - 1)
+    zeros = (np.uint32(0),) * len(bits)
+    found: list[Array] = lax.reduce(bits, zeros, lambda x, y: tuple(map(lax.max, x, y)), axes)
+    return found
+
+
+def _fp8_bits(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Round numbers up to the largest of a type to its bits, in fewer operations than XLA's."""
+    info = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
+    dropped = 23 - info.nmant
+    bits = lax.bitcast_convert_type(x, np.uint32)
+    magnitudes = bits & 0x7FFFFFFF
+    is_odd = magnitudes >> dropped & 1
+    normal = (magnitudes + ((1 << dropped - 1) - 1) + is_odd) >> dropped
+    normal = normal - ((126 + info.minexp) << info.nmant)
+    # An addition to a number whose ulp is the least subnormal rounds to a multiple of that.
+    large = np.float32(2.0 ** (23 + info.minexp - info.nmant))
+    sums = lax.bitcast_convert_type(magnitudes, np.float32) + large
+    subnormal = lax.bitcast_convert_type(sums, np.uint32) - large.view(np.uint32)
+    is_normal = magnitudes >= np.float32(info.smallest_normal).view(np.uint32)
+    return (jnp.where(is_normal, normal, subnormal) | bits >> 24 & 0x80).astype(np.uint8)
 
 
 def _power_of_two(x: Array) -> Array:
@@ -287,7 +326,9 @@ def _power_of_two(x: Array) -> Array:
 
 
 def _reciprocal(x: Array) -> Array:
-    """Return 1 / x of positive normal numbers, rounded to nearest."""
+    """Return 1 / x of positive normal numbers, rounded to nearest, and 0 for infinity."""
+    if lowering_platform.value == "cpu":
+        return 1 / x
     bits = lax.bitcast_convert_type(x, np.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF | 0x800000
     # The reciprocal of the mantissa in steps of 2^-24, up to a few of them; then the residual of
@@ -297,7 +338,7 @@ def _reciprocal(x: Array) -> Array:
     steps = (near * np.float32(2**24)).astype(np.int32)
     residual = -(steps * mantissa)
     steps += jnp.floor_divide(2 * residual + mantissa, 2 * mantissa)
-    power = lax.bitcast_convert_type((254 - exponent) << 23, np.float32)
+    power = lax.bitcast_convert_type(jnp.maximum(254 - exponent, 0) << 23, np.float32)
     return steps.astype(np.float32) * np.float32(2**-24) * power
 
 
