@@ -15,7 +15,8 @@ from benchmarks.catalog.oracles import ORACLES
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.attention import block_loop
 from jax_tilekern.ops.attention.index_functions import traced
-from jax_tilekern.ops.attention.scores import Scores, score_jaxpr, slope_jaxpr, visible_jaxpr
+from jax_tilekern.ops.attention.score_factors import FactoredScore, factored
+from jax_tilekern.ops.attention.scores import Scores, score_jaxpr, visible_jaxpr
 from jax_tilekern.partitioning import params_text
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
@@ -329,6 +330,38 @@ def test_checkpoint_policies_know_the_results():
 
 # Descriptions as functions of scalars, as kernels read them.
 
+# A score function, its factors, and whether what is left of it is between -1 and 1.
+FACTORS = {
+    "soft cap": (lambda s, *_: 30 * jnp.tanh(s / 30), 1 / 30, 30, True),
+    "chains": (lambda s, *_: jax.lax.logistic(2 * (s * 3)) / 4 * 0.5, 6, 1 / 8, True),
+    "read twice": (lambda s, *_: 2 * (jnp.sin(s * 3) + (3 * s) ** 2), 3, 2, False),
+    "read by two factors": (lambda s, *_: 2 * jnp.exp(s * 3 + s), 1, 2, False),
+    "multiple": (lambda s, *_: s * 2 / 8, 1 / 4, 1, False),
+    "negative": (lambda s, *_: -0.5 * (2 * jnp.tanh(s * -3)), -3, 1, False),
+    "twice negative": (lambda s, *_: -0.5 * (-2 * jnp.tanh(s)), 1, 1, True),
+    "by an index": (lambda s, b, h, *_: jnp.cos(s + h) * 4, 1, 4, True),
+    "not of the product": (lambda s, b, h, q, k: 4 * (q - k).astype(s.dtype), 1, 4, False),
+    "number": (lambda *_: jnp.float32(4), 1, 1, False),
+    "infinite": (lambda s, *_: jnp.tanh(s / 0) * 1e30, 1, 1, False),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_of_scores(name):
+    function, inner, outer, is_up_to_one = FACTORS[name]
+    score_mod, _ = traced(function, "score_mod", np.dtype(np.float32))
+    score = score_jaxpr(Scores(1.0, score_mod=score_mod), np.dtype(np.float32), [])
+    found = factored(score)
+    np.testing.assert_allclose([found.inner, found.outer], [inner, outer], 1e-6)
+    assert found.is_up_to_one == is_up_to_one
+    indices = [np.int32(i) for i in (0, 1, 7, 2)]
+    of_product = compat.jaxpr_as_fun(found.with_slope())
+    for s in (np.float32(-1.5), np.float32(0.75)):
+        value, slope = of_product(np.float32(s * found.inner), *indices)
+        expected = jax.jvp(lambda s: function(s, *indices), [s], [np.float32(1)])
+        assert_close(value * found.outer, expected[0], 1e-6)
+        assert_close(slope * found.outer * found.inner, expected[1], 2e-6)
+
 
 def test_jaxprs_of_scalars():
     function, x = SCORES["table"]
@@ -338,7 +371,8 @@ def test_jaxprs_of_scalars():
     scores = Scores(0.5, (("bias", None), ("key_lengths", None)), score_mod, mask_mod, True, (3, 0))
     arrays = scores.in_order({"bias": bias, "key_lengths": lengths}, read, documents)
     wide = np.dtype(np.float32)
-    score, slope = (f(scores, wide, arrays) for f in (score_jaxpr, slope_jaxpr))
+    score = score_jaxpr(scores, wide, arrays)
+    slope = FactoredScore(score).with_slope()
     visible = visible_jaxpr(scores, arrays)
     of_score, of_mask = arrays[: scores.score_arrays], arrays[scores.score_arrays :]
     evaluate = compat.jaxpr_as_fun

@@ -50,6 +50,10 @@ def saturated(s, *_):
     return 50 * jnp.tanh(s / 4)
 
 
+def bounded(s, *_):
+    return jnp.tanh(s / 2) * 36
+
+
 def slopes(s, b, h, q, k):
     return s - jnp.asarray(SLOPES)[h] * (q - k)
 
@@ -82,6 +86,10 @@ CALLS = {
     ),
     "gate": ((1, 140, 200, 2, 1, 64, 64), BF16, {"score_mod": gate, "is_causal": True}),
     "saturated cap": ((1, 100, 140, 1, 1, 64, 64), BF16, {"score_mod": saturated}),
+    "bounded": (
+        (2, 140, 200, 2, 1, 64, 64), BF16,
+        {"score_mod": bounded, "key_value_seq_lengths": np.array([150, 0])},
+    ),
     "table": ((2, 150, 200, 2, 1, 64, 64), BF16, {"score_mod": table, "is_causal": True}),
     "staged bias": (
         (2, 150, 200, 2, 1, 64, 72), BF16,
@@ -98,6 +106,7 @@ DEFAULT = {
     ("plain", None),
     ("functions", None),
     ("causal", None),
+    ("bounded", "late"),
     ("lengths", "late"),
     ("staged bias", "late"),
 }

@@ -105,6 +105,14 @@ inline T square(T x) {
   return mul(x, x);
 }
 
+// 1 - x * x, rounded once.
+inline float one_minus_square(float x) { return fmaf(-x, x, 1.0f); }
+inline double one_minus_square(double x) { return fma(-x, x, 1.0); }
+template <typename T>
+inline T one_minus_square(T x) {
+  return sub(T(1), mul(x, x));
+}
+
 // -- Order. The maximum and the minimum of a NaN and a number are NaN. ---------------------------
 
 inline float max(float x, float y) {

@@ -127,12 +127,6 @@ class ScalarWriter:
             return [self._converted(operands[0], types[0], out.aval.dtype)]
         if name == "div":
             name, operands = _by_reciprocal(eqn, operands)
-        if name == "one_minus_square":
-            one = literal(np.asarray(1), out.aval.dtype)
-            operands = [
-                self.named(out.aval.dtype, call)
-                for call in (f"lax::{f}({one}, {operands[0]})" for f in ("add", "sub"))
-            ]
         how = translation(name, eqn.params)
         # The first operand of a selection is a condition.
         for dtype in types[1:] if name == "select_n" else types:

@@ -52,8 +52,7 @@ _TABLE: dict[str, Translation] = {
          "population_count": 2, "clz": 2},
     ),
     "add_any": Translation("add_any", _NUMBERS),
-    # The product of 1 + x and 1 - x.
-    "one_minus_square": Translation("mul", _NUMBERS, 3),
+    "one_minus_square": Translation("one_minus_square", _NUMBERS),
     "and": Translation("bitwise_and", _INTEGERS + _BOOL),
     "or": Translation("bitwise_or", _INTEGERS + _BOOL),
     "xor": Translation("bitwise_xor", _INTEGERS + _BOOL),

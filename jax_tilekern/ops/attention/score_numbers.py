@@ -78,7 +78,7 @@ class ScoreNumbers:
         return [value(x) for x in results]
 
     def derivatives_jaxpr(self, scores: Scores, arrays: Sequence[Any]) -> Any:
-        """Return ``slope_jaxpr`` with the derivatives by the numbers behind."""
+        """Return the score with its derivatives by the product and by the numbers, as a jaxpr."""
 
         def derivatives(scores: Scores, own: Any, s: Any, place: Element) -> list[Any]:
             b, h, *_ = of_whole(own.origins, *place)

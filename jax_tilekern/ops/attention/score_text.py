@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_tilekern.epilogue.cuda_text import literal
 from jax_tilekern.epilogue.primitives import TO_16_BITS
 from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.ops.attention.score_factors import FactoredScore, factored
 from jax_tilekern.ops.attention.score_numbers import ScoreNumbers
-from jax_tilekern.ops.attention.scores import Scores, score_jaxpr, slope_jaxpr, visible_jaxpr
+from jax_tilekern.ops.attention.scores import Scores, score_jaxpr, visible_jaxpr
 from jax_tilekern.ops.kernel.translation.values import (
     Buffer,
     everywhere,
@@ -34,6 +36,9 @@ _SHORTER_IN_BFLOAT16 = TO_16_BITS | {"tanh": ("tanh_of_bfloat16_score", 1)}
 # Arrays that a score reads are copied to shared memory, up to so many bytes of all. Beside the
 # tiles of a bias there are as many left.
 _MOST_STAGED = 2048
+# Scores of up to this have weights, relative to the largest possible, that are normal numbers of
+# bfloat16: exp(-2 * 40) is 2**-115.
+_LARGEST_BOUND = 40.0
 _SCALARS = [("s", F32), *((name, np.dtype(np.int32)) for name in "bhqk")]
 
 
@@ -70,14 +75,13 @@ def score_text(
     # Gradients by arrays are sums of terms that cancel.
     has_arrays = "of_score" in scores.kinds
     shorter = _SHORTER_IN_BFLOAT16 if dtype == BF16 and not has_arrays else _SHORTER
+    factors = FactoredScore(None)
     if score is not None:
+        # Derivatives by numbers are those of the whole score.
+        factors = FactoredScore(score) if numbers else factored(score)
+        slope = numbers.derivatives_jaxpr(scores, arrays) if numbers else factors.with_slope()
         read = [*memory[:n], *origins]
-        of_score = _written(score, _SCALARS, read, shorter)
-        slope = (
-            numbers.derivatives_jaxpr(scores, arrays)
-            if numbers
-            else slope_jaxpr(scores, F32, arrays)
-        )
+        of_score = _written(factors.function, _SCALARS, read, shorter)
         of_slope = _written(slope, _SCALARS, read, shorter)
     if visible is not None:
         of_mask = _written(visible, _SCALARS[1:], memory[n:], _SHORTER)
@@ -89,6 +93,12 @@ def score_text(
         stage=_staged(memory[:n]),
         indices=_INDICES,
         reads=_flag(bool(pointers)),
+        inner=literal(np.asarray(factors.inner), F32),
+        outer=literal(np.asarray(factors.outer), F32),
+        slope=literal(np.asarray(factors.inner * factors.outer), F32),
+        is_up_to_one=_flag(
+            dtype == BF16 and factors.is_up_to_one and factors.outer <= _LARGEST_BOUND
+        ),
         pointers="".join(f"  {kind} {name};\n" for kind, name in zip(pointers, names, strict=True)),
         score=of_score.body("return {};"),
         numbers=count,
@@ -163,6 +173,8 @@ namespace tilekern {{
 struct Functions {{
   static constexpr bool kScore = {has_score}, kMask = {has_mask}, kReads = {reads};
   static constexpr int kNumbers = {numbers};
+  static constexpr float kInner = {inner}, kOuter = {outer}, kSlope = {slope};
+  static constexpr bool kIsUpToOne = {is_up_to_one};
 {pointers}
   void stage() {{
 {stage}

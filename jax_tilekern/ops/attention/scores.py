@@ -7,9 +7,8 @@ head ``h``, query ``q`` and key ``k``,
     score(scale * <query, key>, b, h, q, k, *arrays)    in float32, or float64
     visible(b, h, q, k, *arrays)                        a bool
 
-:func:`score_jaxpr`, :func:`slope_jaxpr` and :func:`visible_jaxpr` give them as jaxprs of scalars,
-for kernels. The arrays that they read are operands of the primitives, in the order of
-:class:`Arrays`.
+:func:`score_jaxpr` and :func:`visible_jaxpr` give them as jaxprs of scalars, for kernels. The
+arrays that they read are operands of the primitives, in the order of :class:`Arrays`.
 
 Indices count from the first element of a device's part, and so do ``bias``, ``mask`` and lengths.
 The user's functions get indices of the whole call: ``origins``, the first element of the batch, the
@@ -27,7 +26,6 @@ import jax
 import numpy as np
 from jax import lax
 
-from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.attention.index_functions import INDEX, IndexFunction, closed
 
 
@@ -261,15 +259,6 @@ def score_jaxpr(scores: Scores, score: np.dtype[Any], arrays: Sequence[Any]) -> 
     score reads are the first ``scores.score_arrays``, and the origins if there are any.
     """
     return score_as_jaxpr(score_of, scores, score, arrays)
-
-
-def slope_jaxpr(scores: Scores, score: np.dtype[Any], arrays: Sequence[Any]) -> Any:
-    """Return ``(s, b, h, q, k, *score_arrays) -> (score, derivative by s)``, or ``None``."""
-
-    def with_slope(scores: Scores, own: Arrays, s: Any, place: Element) -> Any:
-        return jax.jvp(lambda s: score_of(scores, own, s, place), [s], [jnp.ones_like(s)])
-
-    return score_as_jaxpr(with_slope, scores, score, arrays)
 
 
 def score_as_jaxpr(

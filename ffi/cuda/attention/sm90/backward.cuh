@@ -15,7 +15,6 @@
 // logsumexp, and behind these that gradient.
 #pragma once
 
-#include "attention/sm90/bias.cuh"
 #include "attention/sm90/query_tile.cuh"
 
 namespace tilekern {
@@ -154,12 +153,7 @@ class AttentionBackwardKeys {
       float statistic[2];
       weigh_again<T>(
           scores, weights, shape_, functions_, batch_, head, masked,
-          ScorePlaces<false>(first_query, first_key),
-          [&](int j) {
-            const float score = scores[j] * shape_.scale;
-            if constexpr (config.biased) return score + bias.at(j);
-            return score;
-          },
+          ScorePlaces<false>(first_query, first_key), bias,
           [&](int j) {
             if (j % 2 == 0) load_shared(statistic, statistics + 4 * place_.column_of(j));
             return statistic[j % 2];
@@ -300,20 +294,16 @@ class AttentionBackwardQueries {
       warpgroup_wait<1>();
       warpgroup_fence_operand(scores);
       BiasFragment<T, config, false> bias(keys + Layout::kBias, row + threadIdx.x / 32 % 4 * 16);
-      const auto biased = [&](int j, float score) {
-        if constexpr (config.biased) return score + bias.at(j);
-        return score;
-      };
       if constexpr (kNumbers > 0) {
         warpgroup_wait<0>();
         warpgroup_fence_operand(d_weights);
-        tile_.weigh(scores, unused, logsumexp, first_key, masked, biased,
+        tile_.weigh(scores, unused, logsumexp, first_key, masked, bias,
                     [&](int j, float weight, const float* partials) {
                       const int r = j >> 1 & 1;
                       numbers_[r].add(weight, d_weights[j] - delta[r], partials);
                     });
       } else {
-        tile_.weigh(scores, unused, logsumexp, first_key, masked, biased, Unused());
+        tile_.weigh(scores, unused, logsumexp, first_key, masked, bias, Unused());
         warpgroup_wait<0>();
         warpgroup_fence_operand(d_weights);
       }

@@ -23,12 +23,19 @@ struct BiasTile {
 };
 
 // The elements of a bias that belong to a thread's accumulators, of 16 rows from `row` on for each
-// warp. Rows are queries, or keys if it is transposed.
+// warp; zeros if there is no bias. Rows are queries, or keys if it is transposed.
 template <typename T, AttentionConfig config, bool kTransposed>
 class BiasFragment {
  public:
   BiasFragment(uint32 tile, int row) : tile_(tile), row_(row) {}
 
+  // `factor` times the sum of accumulator j's bias and its product with the scale.
+  float biased(float product, int j, float scale, float factor) {
+    if constexpr (!config.biased) return product * (scale * factor);
+    return (product * scale + at(j)) * factor;
+  }
+
+ private:
   // The element of accumulator j. A multiple of 8 precedes the seven after it.
   float at(int j) {
     if (j % 8 == 0) {
@@ -44,7 +51,6 @@ class BiasFragment {
     return to_float(T{static_cast<uint16>(j % 2 == 0 ? word : word >> 16)});
   }
 
- private:
   uint32 tile_;
   int row_;
   uint32 words_[4];

@@ -206,12 +206,7 @@ class AttentionBiasGradient {
     BiasFragment<T, config, false> bias(biases_.stages, row + threadIdx.x / 32 % 4 * 16);
     weigh_again<T>(
         scores, unused, shape_, functions_, batch, head, masked,
-        ScorePlaces<true>(first_query, first_key),
-        [&](int j) {
-          const float score = scores[j] * shape_.scale;
-          if constexpr (config.biased) return score + bias.at(j);
-          return score;
-        },
+        ScorePlaces<true>(first_query, first_key), bias,
         [&](int j) { return logsumexp[j >> 1 & 1]; }, Unused());
     warpgroup_wait<0>();
     warpgroup_fence_operand(d_weights);

@@ -10,7 +10,10 @@
 //   kScore, kMask                   whether there are any
 //   kReads                          whether they read arrays, by indices within the sequences
 //   stage()                         copies small arrays to shared memory, before __syncthreads()
-//   score(s, b, h, at)              the score of scale times the product of query and key
+//   score(s, b, h, at)              the score, of scale times the product of query and key
+//   kInner, kOuter                  numbers that s and the score have to be multiplied by
+//   kIsUpToOne                      whether score() is from -1 to 1, and kOuter so small that
+//                                   weights relative to the largest possible one are normal numbers
 //   visible(b, h, at)               whether the query sees the key
 #pragma once
 
@@ -31,6 +34,8 @@ class AttentionForward {
   static constexpr int kConsumers = config.queries / 64;
   static constexpr bool kScore = Functions::kScore || config.biased;
   static constexpr int kCount = config.keys / 2;
+  // Weights of scores up to one are relative to the exponential that is this power of two.
+  static constexpr int kBase = static_cast<int>(Functions::kOuter * kLog2E) + 1;
 
  public:
   AttentionForward(const AttentionShape& shape, const Functions& functions, const int32* counts,
@@ -127,7 +132,7 @@ class AttentionForward {
     for (int i = 0; i < config.value_features / 2; ++i) sums_[i] = 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      maxima_[r] = -INFINITY;
+      maxima_[r] = Functions::kIsUpToOne ? kBase * kLn2 / Functions::kOuter : -INFINITY;
       totals_[r] = 0;
     }
     if (work.list.count() == 0) return;
@@ -156,8 +161,10 @@ class AttentionForward {
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums_);
       values_.release(before);
+      if constexpr (!Functions::kIsUpToOne) {
 #pragma unroll
-      for (int j = 0; j < config.value_features / 2; ++j) sums_[j] *= factors[j >> 1 & 1];
+        for (int j = 0; j < config.value_features / 2; ++j) sums_[j] *= factors[j >> 1 & 1];
+      }
       as_lhs<T>(weights, scores);
     }
     queries_.release(of_queries);
@@ -188,7 +195,7 @@ class AttentionForward {
   }
 
   // Turns products of queries and keys into weights relative to the maxima so far, and returns the
-  // factors that bring earlier sums to these maxima.
+  // factors that bring earlier sums to these maxima. Neither is computed of scores up to one.
   void weigh(float (&scores)[kCount], float (&factors)[2], int consumer, const Work& work,
              Tile tile, const typename KeyRing::State& state) {
     const int first_key = tile.number * config.keys;
@@ -201,8 +208,7 @@ class AttentionForward {
       const auto evaluate = [&](auto clamps) {
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
-          float score = scores[j] * shape_.scale;
-          if constexpr (config.biased) score += bias.at(j);
+          float score = bias.biased(scores[j], j, shape_.scale, Functions::kInner);
           if constexpr (Functions::kScore) {
             const ScoreIndices at =
                 decltype(clamps)::value ? places.readable(j, shape_) : places.at(j);
@@ -223,7 +229,8 @@ class AttentionForward {
         biases_.release(state);
       }
     }
-    if (tile.masked || first_key + config.keys > shape_.keys) {
+    const auto hide = [&](float hidden) {
+      if (!tile.masked && first_key + config.keys <= shape_.keys) return;
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         bool visible = places.at(j).key < shape_.keys;
@@ -231,33 +238,42 @@ class AttentionForward {
           const ScoreIndices at = Functions::kReads ? places.readable(j, shape_) : places.at(j);
           visible = visible && functions_.visible(work.batch, work.head, at);
         }
-        scores[j] = visible ? scores[j] : -INFINITY;
+        scores[j] = visible ? scores[j] : hidden;
       }
-    }
-    const auto larger = [](float x, float y) { return fmaxf(x, y); };
+    };
     // Weights are powers of two of the scores times this.
-    const float rate = kScore ? kLog2E : shape_.scale * kLog2E;
-    float bases[2];
+    const float rate = kScore ? Functions::kOuter * kLog2E : shape_.scale * kLog2E;
+    if constexpr (Functions::kIsUpToOne) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float maximum = maxima_[r];
-#pragma unroll
-      for (int j = 2 * r; j < kCount; j += 4) {
-        maximum = fmaxf(maximum, fmaxf(scores[j], scores[j + 1]));
+      for (int j = 0; j < kCount; ++j) {
+        scores[j] = exp2_approximate(scores[j] * rate - kBase);
       }
-      maximum = reduced_over_row(maximum, larger);
-      // Before the first visible key, weights are zero.
-      bases[r] = maximum == -INFINITY ? 0 : maximum * rate;
-      factors[r] = exp2_approximate(maxima_[r] * rate - bases[r]);
-      maxima_[r] = maximum;
-      totals_[r] *= factors[r];
+      hide(0);
+    } else {
+      hide(-INFINITY);
+      const auto larger = [](float x, float y) { return fmaxf(x, y); };
+      float bases[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float maximum = maxima_[r];
+#pragma unroll
+        for (int j = 2 * r; j < kCount; j += 4) {
+          maximum = fmaxf(maximum, fmaxf(scores[j], scores[j + 1]));
+        }
+        maximum = reduced_over_row(maximum, larger);
+        // Before the first visible key, weights are zero.
+        bases[r] = maximum == -INFINITY ? 0 : maximum * rate;
+        factors[r] = exp2_approximate(maxima_[r] * rate - bases[r]);
+        maxima_[r] = maximum;
+        totals_[r] *= factors[r];
+      }
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        scores[j] = exp2_approximate(scores[j] * rate - bases[j >> 1 & 1]);
+      }
     }
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const int r = j >> 1 & 1;
-      scores[j] = exp2_approximate(scores[j] * rate - bases[r]);
-      totals_[r] += scores[j];
-    }
+    for (int j = 0; j < kCount; ++j) totals_[j >> 1 & 1] += scores[j];
   }
 
   void store(int consumer, const Work& work, T* out, float* logsumexp, int value_features) {
@@ -270,7 +286,7 @@ class AttentionForward {
       factors[r] = total == 0 ? 0 : 1 / total;
       const int row = place_.row + 8 * r;
       if (threadIdx.x % 4 == 0 && row < rows) {
-        const float maximum = kScore ? maxima_[r] : maxima_[r] * shape_.scale;
+        const float maximum = maxima_[r] * (kScore ? Functions::kOuter : shape_.scale);
         logsumexp[(static_cast<int64>(work.batch) * shape_.heads + work.head) * shape_.queries +
                   first + row] = total == 0 ? -INFINITY : maximum + logf(total);
       }

@@ -6,6 +6,7 @@
 // base 2 (infinity for rows that see no key or are none); other arrays of rows follow.
 #pragma once
 
+#include "attention/sm90/bias.cuh"
 #include "attention/sm90/weights.cuh"
 
 namespace tilekern {
@@ -95,14 +96,12 @@ struct QueryTile {
                     beyond);
   }
 
-  // `biased(j, x)` is the scaled product x of accumulator j with its bias.
-  template <class Biased, class Use>
+  template <class Bias, class Use>
   void weigh(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4], const float (&logsumexp)[2],
-             int first_key, bool masked, const Biased& biased, const Use& use) const {
+             int first_key, bool masked, Bias& bias, const Use& use) const {
     weigh_again<T>(
         scores, weights, shape, functions, batch, head, masked,
-        ScorePlaces<true>(first_query, first_key),
-        [&](int j) { return biased(j, scores[j] * shape.scale); },
+        ScorePlaces<true>(first_query, first_key), bias,
         [&](int j) { return logsumexp[j >> 1 & 1]; }, use);
   }
 };

@@ -104,8 +104,8 @@ class AttentionTangent {
         warpgroup_wait<0>();
       }
       warpgroup_fence_operand(scores);
-      tile_.weigh(
-          scores, weights, logsumexp, first_key, masked, [](int, float x) { return x; }, Unused());
+      BiasFragment<T, config, false> bias(keys, row);
+      tile_.weigh(scores, weights, logsumexp, first_key, masked, bias, Unused());
       warpgroup_fence_operand(sums_);
       if constexpr (moving.value) {
         warpgroup_arrive();

@@ -5,20 +5,21 @@
 //   kNumbers                        numbers of a batch and head that derivatives are wanted by
 //   derivative(s, b, h, at, score, slope, partials)
 //                                   the score, and its derivatives by s and by these numbers
+//   kSlope                          what the derivative by s has to be multiplied by
 #pragma once
 
 #include "attention/sm90/tiles.cuh"
 
 namespace tilekern {
 
-// Scores in, P times the slope out; P goes to `weights` as lhs. Functions of an accumulator's index
-// give its scaled product and the logsumexp in base 2. `use(j, weight, partials)` is called with
-// each weight and the derivatives by the numbers. Places beyond the sequences are masked.
-template <typename T, class Functions, int kCount, class Places, class Scaled, class Logsumexp,
+// Products in, P times the slope out; P goes to `weights` as lhs. A function of an accumulator's
+// index gives its logsumexp in base 2. `use(j, weight, partials)` is called with each weight and
+// the derivatives by the numbers. Places beyond the sequences are masked.
+template <typename T, class Functions, int kCount, class Places, class Bias, class Logsumexp,
           class Use>
 inline void weigh_again(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4],
                         const AttentionShape& shape, const Functions& functions, int batch,
-                        int head, bool masked, const Places& places, const Scaled& scaled,
+                        int head, bool masked, const Places& places, Bias& bias,
                         const Logsumexp& logsumexp, const Use& use) {
   const auto weigh = [&](auto is_masked) {
 #pragma unroll
@@ -26,13 +27,15 @@ inline void weigh_again(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4
       float both[2];
 #pragma unroll
       for (int of = 0; of < 2; ++of) {
-        float score = scaled(j + of), slope = 1, partials[Functions::kNumbers + 1];
+        float score = bias.biased(scores[j + of], j + of, shape.scale, Functions::kInner);
+        float slope = 1, partials[Functions::kNumbers + 1];
         if constexpr (Functions::kScore) {
           const ScoreIndices at =
               decltype(is_masked)::value ? places.readable(j + of, shape) : places.at(j + of);
           functions.derivative(score, batch, head, at, score, slope, partials);
+          slope *= Functions::kSlope;
         }
-        float weight = exp2_approximate(score * kLog2E - logsumexp(j + of));
+        float weight = exp2_approximate(score * (Functions::kOuter * kLog2E) - logsumexp(j + of));
         if constexpr (decltype(is_masked)::value) {
           const ScoreIndices at = places.at(j + of);
           bool visible = at.query < shape.queries && at.key < shape.keys;
