@@ -470,6 +470,10 @@ BAD = {
     "a list": (TypeError, "list'> as key_value_seq_lengths", {"key_value_seq_lengths": [1, 2]}),
     "integers": (TypeError, "query must be", {"query": jnp.zeros((B, T, N, H), int)}),
     "heads": (ValueError, "multiple", {"query": _F((B, T, 3, H))}),
+    "no heads": (
+        ValueError, r"key and value must have a head at least: query float32\[2, 8, 4, 16\]",
+        {"query": _F((2, 8, 4, 16)), "key": _F((2, 8, 0, 16)), "value": _F((2, 8, 0, 16))},
+    ),
     "features": (ValueError, "features", {"query": _F((B, T, N, H + 1))}),
     "values": (ValueError, "key and value", {"value": VALUE[:, 1:]}),
     "ranks": (ValueError, "dimensions", {"query": QUERY[0]}),
@@ -487,7 +491,7 @@ BAD = {
     "results": (TypeError, "one scalar", {"score_mod": lambda s, b, h, q, k: (s, s)}),
     "type of result": (TypeError, "real", {"score_mod": lambda s, b, h, q, k: q < k}),
     "type of mask": (TypeError, "boolean", {"mask_mod": lambda b, h, q, k: q - k}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -607,11 +611,15 @@ def test_devices_add_their_first_index_where_the_call_reads_it():
         assert {x for x in split if own.reads_origins(**{**split, x: True})} == read
 
 
-@pytest.mark.parametrize("shape", ["batch, 7, 4, 8", "batch, length, 4, 8"])
+@pytest.mark.parametrize("shape", ["batch, 7, 4, 8", "batch, length, 4, 8", "2, 7, 4, features"])
 def test_symbolic_sizes(shape):
-    def attention(x):
-        return jtk.attention(x, x, x, is_causal=True)
+    def attention(x, scale=0.5):
+        return jtk.attention(x, x, x, is_causal=True, scale=scale)
 
     symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), np.float32)
+    if "features" in shape:
+        without_scale = jax.jit(lambda x: attention(x, None))
+        with pytest.raises(TypeError, match="number of features, features, is symbolic.*pass it"):
+            jax.export.export(without_scale)(symbolic)
     exported = jax.export.export(jax.jit(attention))(symbolic)
     assert_close(exported.call(QUERY), attention(QUERY))

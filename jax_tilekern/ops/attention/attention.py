@@ -103,7 +103,8 @@ def attention(
     Raises
     ------
     TypeError
-        If an array is not of such a type, or a function is none of such scalars.
+        If an array is not of such a type, a function is none of such scalars, or the number of
+        features is symbolic and there is no ``scale``.
     ValueError
         If shapes or types do not go together, or a window is negative.
 
@@ -130,6 +131,11 @@ def attention(
     arrays = {name: jnp.asarray(x) for name, x in given.items()}
     _check(arrays)
     features = arrays["query"].shape[-1]
+    if scale is None and not isinstance(features, int):
+        raise TypeError(
+            f"attention: the number of features, {features}, is symbolic, and scale is "
+            "1 / sqrt(features) by default; pass it as a number"
+        )
     factor = 1 / np.sqrt(max(1, features)) if scale is None else scale
     if isinstance(factor, jax.core.Tracer):
         raise TypeError(
@@ -215,7 +221,9 @@ def _check(arrays: dict[str, Array]) -> None:
             f"attention: query and key must have one size of batch and of features: {types}"
         )
     heads, key_heads = query.shape[-2], key.shape[-2]
-    if key_heads == 0 or heads % key_heads:
+    if key_heads == 0:
+        raise ValueError(f"attention: key and value must have a head at least: {types}")
+    if heads % key_heads:
         raise ValueError(
             f"attention: the heads of query, {heads}, must be a multiple of those of key, "
             f"{key_heads}: {types}"
