@@ -619,7 +619,7 @@ def test_symbolic_sizes(shape):
     symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), np.float32)
     if "features" in shape:
         without_scale = jax.jit(lambda x: attention(x, None))
-        with pytest.raises(TypeError, match="number of features, features, is symbolic.*pass it"):
+        with pytest.raises(TypeError, match="number of features, features, is symbolic"):
             jax.export.export(without_scale)(symbolic)
     exported = jax.export.export(jax.jit(attention))(symbolic)
     assert_close(exported.call(QUERY), attention(QUERY))
