@@ -128,6 +128,16 @@ def test_indices_have_jaxs_types(rng):
         same(jtk.argsort(x), jnp.argsort(x))
 
 
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_largest_elements_are_in_jaxs_container(axis):
+    """That is a list or a tuple, by the version of JAX."""
+    x = jnp.asarray(TIES, np.float32)
+    found, expected = jtk.top_k(x, 2, axis=axis), lax.top_k(jnp.moveaxis(x, axis, -1), 2)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        same(ours, jnp.moveaxis(theirs, -1, axis))
+
+
 def test_rows_are_sorted_where_they_are(rng):
     mesh = mesh_of(MESH_TYPES["auto"])
     x = put(mesh, rng.standard_normal((4, 6)).astype(np.float32), P("d", None))

@@ -25,8 +25,8 @@ from benchmarks.catalog.call import Operand
 OTHERS = tuple(np.dtype(t) for t in ("int8", "uint8", "int16", "int32", "bool"))
 # Multiply-adds of one call, which NumPy computes without a BLAS.
 MOST_TERMS = 1 << 22
-# The most elements of an array that is moved, at a scale above 1 and over the scale.
-_MOST_MOVED = 6000
+# The fewest and most elements of an array that is moved, at a scale above 1 and over the scale.
+_FEWEST_MOVED, _MOST_MOVED = 64, 6000
 
 
 class Draw:
@@ -93,16 +93,17 @@ class Draw:
     def moved_sizes(self, labels, most_terms=1 << 16):
         """Return a size for each label of an array that is sorted, scanned or filtered.
 
-        At a scale above 1 the number of elements has any order of magnitude from the scale on, and
-        sizes divide its logarithm at random.
+        At a scale above 1 the number of elements has any order of magnitude from 64 times the scale
+        on, and sizes divide its logarithm at random.
         """
         if self.only is not None or self.scale == 1:
             return self.sizes(labels, most_terms)
-        log = self.rng.uniform(math.log2(self.scale), math.log2(_MOST_MOVED * self.scale))
+        fewest, most = (math.log2(count * self.scale) for count in (_FEWEST_MOVED, _MOST_MOVED))
+        log = self.rng.uniform(fewest, most)
         cuts = np.sort(self.rng.uniform(0, log, len(labels) - 1))
         sizes = 2 ** np.diff(cuts, prepend=0, append=log)
         return {
-            label: self.one(round(size), max(1, round(size / 64) * 64))
+            label: self.one(round(size), round(size / 64) * 64 or round(size))
             for label, size in zip(labels, sizes.tolist(), strict=True)
         }
 

@@ -37,9 +37,7 @@ from jax_tilekern.primitives.operation import (
 
 
 @jitted("k", "axis", "is_stable")
-def top_k(
-    operand: ArrayLike, k: int, *, axis: int = -1, is_stable: bool = True
-) -> tuple[Array, Array]:
+def top_k(operand: ArrayLike, k: int, *, axis: int = -1, is_stable: bool = True) -> Sequence[Array]:
     """Return the largest elements along an axis, with the semantics of :func:`jax.lax.top_k`.
 
     Parameters
@@ -80,11 +78,12 @@ def top_k(
     compat.check_arraylike("top_k", operand)
     operand = jnp.asarray(operand)
     k = operator.index(k)
-    # JAX's function raises the errors.
     moved = jnp.moveaxis(operand, axis, -1)
-    jax.eval_shape(lambda: lax.top_k(moved, k))
-    values, indices = _bind(moved, k=k)
-    return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
+    # JAX's function raises the errors, and says whether results are a list or a tuple.
+    like = jax.eval_shape(lambda: lax.top_k(moved, k))
+    results = [jnp.moveaxis(x, -1, axis) for x in _bind(moved, k=k)]
+    found: Sequence[Array] = jax.tree.unflatten(jax.tree.structure(like), results)
+    return found
 
 
 def _reference(x: Array, *, k: int) -> list[Array]:
@@ -145,7 +144,7 @@ def _in_place_of_jax(operand: Array, *, k: Any, axis: int, **params: Any) -> Seq
         results: Sequence[Array] = lax.top_k_p.bind(operand, k=k, axis=axis, **params)
         return results
     # Equal values keep their order. JAX's operation need not keep it.
-    return list(top_k(operand, k))
+    return top_k(operand, k)
 
 
 replace(lax.top_k_p, _in_place_of_jax)
