@@ -109,8 +109,8 @@ def gathered_rows(x: Array, index: Array, *, batch: int = 1, fill: Any = 0) -> A
     if not x.shape[0]:
         return jnp.full((*index.shape, *x.shape[1:]), fill, x.dtype)
     if batch == 1:
-        number = jnp.where(index < 0, x.shape[0], index)
-        return jnp.asarray(x).at[number].get(mode="fill", fill_value=fill)
+        rows = jnp.asarray(x).at[index]
+        return rows.get(mode="fill", fill_value=fill, wrap_negative_indices=False)
     index = by_batch(index, batch)
     result: Array = jax.vmap(functools.partial(gathered_rows, fill=fill))(
         by_batch(x, batch),
