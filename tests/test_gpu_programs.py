@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_programs import compiled, kernels, mesh_of, moved, temporary_bytes
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lane_expressions import complex_loops
 from nvrtc_mark import needs_nvrtc
@@ -286,21 +287,57 @@ def test_devices_share_a_mixture(scheme, partitioned_anew):
     assert temporary_bytes(program) <= rows + hidden + 4 * T * D * 2 + SMALL
 
 
-def test_gathered_rows_are_overlapped_where_one_product_reads_them(partitioned_anew):
+def test_products_of_the_same_rows_read_what_the_first_one_gathers(partitioned_anew):
     partitioned_anew.setattr(overlap, "why_no_exchange", lambda: "")
     mesh, by_columns = mesh_of((2,), ("x",)), P(None, "x")
     x, w = array(16384, 4096), array(4096, 4096)
+    for count in (1, 3):
+        program = compiled(
+            lambda x, *ws: tuple(jtk.matmul(x, w) for w in ws), x, *[w] * count, mesh=mesh,
+            specs=(P("x"), *[by_columns] * count), out=(by_columns,) * count,
+        )  # fmt: skip
+        assert collectives(program) == []
+        assert program.as_text().count(OVERLAPPED) == 1
 
-    def program(function, *others):
-        specs = (P("x"), *[by_columns] * (1 + len(others)))
-        out = (by_columns,) * (1 + len(others))
-        return compiled(function, x, w, *others, mesh=mesh, specs=specs, out=out)
 
-    one = program(lambda x, w: (jtk.matmul(x, w),))
-    assert collectives(one) == []
-    assert "jax_tilekern_cuda_launch_overlapped" in one.as_text()
-    several = program(lambda x, w, v: (jtk.matmul(x, w), jtk.matmul(x, v)), w)
-    assert [c.kind for c in collectives(several)] == ["all-gather"]
+OVERLAPPED = 'custom_call_target="jax_tilekern_cuda_launch_overlapped"'
+SCHEMES = {
+    "tensor": ((2,), (P("m"), P(None, "m"), P("m")), P(None, "m"), []),
+    "data and tensor": (
+        (2, 2), (P(("d", "m")), P(None, "m"), P("m")), P("d", "m"), 2 * ["all-reduce"]
+    ),
+    "data": ((2, 2), (P(("d", "m")), P(), P()), P(("d", "m")), 2 * ["all-reduce"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_gradients_of_weights_read_the_rows_that_products_gather(partitioned_anew, name):
+    """Nothing is sent beside products but sums of gradients, and no more than by JAX's program."""
+    partitioned_anew.setattr(overlap, "why_no_exchange", lambda: "")
+    shape, (x, up, down), hidden, kinds = SCHEMES[name]
+    mesh = mesh_of(shape, ("d", "m")[-len(shape) :])
+    tokens = array(8192 * mesh.size // 2, 4096)
+
+    def programs():
+        for matmul in (jtk.matmul, jnp.matmul):
+
+            def layer(x, up, down, matmul=matmul):
+                product = matmul(x, up)
+                sharding = NamedSharding(mesh, hidden)
+                product = jax.lax.with_sharding_constraint(product, sharding)
+                return matmul(jax.nn.silu(product), down)
+
+            def run(x, up, down, cotangent, layer=layer):
+                y, transpose = jax.vjp(layer, x, up, down)
+                return y, transpose(cotangent)
+
+            avals = (tokens, array(4096, 8192), array(8192, 4096), tokens)
+            yield compiled(run, *avals, mesh=mesh, specs=(x, up, down, x), out=(x, (x, up, down)))
+
+    ours, theirs = programs()
+    assert sorted(c.kind for c in collectives(ours)) == kinds
+    assert ours.as_text().count(OVERLAPPED) == (0 if name == "data" else 4)
+    assert bytes_sent(ours) <= bytes_sent(theirs)
 
 
 def test_a_device_chooses_by_its_own_lanes():

@@ -26,6 +26,7 @@ from jax_tilekern.interop import ffi
 from jax_tilekern.ops import planned_kernel
 from jax_tilekern.partitioning import call, xla
 from jax_tilekern.partitioning.mesh import hlo_sharding, spec_of
+from jax_tilekern.partitioning.sharing import Sharing
 from jax_tilekern.plans import overlap
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.launch import Buffer
@@ -401,7 +402,7 @@ PRODUCT = Contraction((0, 2), (2, 1), (0, 1))
 OF_TRANSPOSE = Contraction((2, 1), (0, 2), (0, 1))
 
 
-def partitioned(mesh, shapes, specs, contraction=PRODUCT, policy="auto", readers=()):
+def partitioned(mesh, shapes, specs, contraction=PRODUCT, policy="auto", sharing=None):
     """Return what each device runs, and the shardings that XLA gives it."""
     operation = call._operations["tilekern_contract"]
     params = {
@@ -411,7 +412,9 @@ def partitioned(mesh, shapes, specs, contraction=PRODUCT, policy="auto", readers
     *given, wanted = [hlo_sharding(spec, mesh) for spec in specs]
     with jtk.gpu_target("H100"), jtk.policy(policy):
         text = call._text(operation, "cuda", params)
-        (_, taken, _), choices = call._answer(operands, given, result, wanted, text, readers)
+        (_, taken, _), choices = call._answer(
+            operands, given, result, wanted, text, sharing or Sharing()
+        )
     return choices, [spec_of(x, 2, mesh) for x in taken]
 
 
@@ -463,15 +466,16 @@ def test_a_plain_jit_does_not_overlap(two):
 @pytest.mark.parametrize("name", CASES)
 def test_one_all_gather_serves_several_products(two, name):
     mesh, shapes, specs, contraction, what = CASES[name]
-    one_of_the_rows = [2, 1] if name.startswith("the second") else [1, 2]
+    one_of_the_rows = (2, 1) if name.startswith("the second") else (1, 2)
 
     def overlaps(readers, policy="auto"):
-        (choice,), _ = partitioned(mesh, shapes, specs, contraction, policy, readers)
+        sharing = Sharing(readers=readers)
+        (choice,), _ = partitioned(mesh, shapes, specs, contraction, policy, sharing)
         return what in choice.call
 
     assert overlaps(one_of_the_rows)
-    assert overlaps([2, 2]) == ("scattered" in name)
-    assert overlaps([2, 2], "kernels")
+    assert overlaps((2, 2)) == ("scattered" in name)
+    assert overlaps((2, 2), "kernels")
 
 
 def test_calls_say_how_many_like_them_read_their_operands(two):
@@ -486,15 +490,15 @@ def test_calls_say_how_many_like_them_read_their_operands(two):
         for op in lowered.compiler_ir().operation.regions[0].blocks[0].operations
         if "main" in str(op.attributes["sym_name"])
     )
-    found = [xla._text_and_readers_of(op) for op in main.regions[0].blocks[0].operations]
+    found = [xla._text_and_sharing_of(op) for op in main.regions[0].blocks[0].operations]
     calls = [
-        (json.loads(text)["operation"], "function" in json.loads(text)["params"], counts)
-        for text, counts in filter(None, found)
+        (json.loads(text)["operation"], "function" in json.loads(text)["params"], sharing.readers)
+        for text, sharing in filter(None, found)
     ]
     name = "tilekern_contract"
     assert calls == [
-        (name, True, []), (name, False, [2, 1]), (name, False, []), (name, False, [2, 2]),
-        (name, False, [1, 2]),
+        (name, True, ()), (name, False, (2, 1)), (name, False, ()), (name, False, (2, 2)),
+        (name, False, (1, 2)),
     ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from sharded import AUTO, devices, mesh_of
 import jax_tilekern as jtk
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.partitioning.choice import choose_partition
-from jax_tilekern.partitioning.mesh import axes_of, common_mesh, hlo_sharding
+from jax_tilekern.partitioning.mesh import axes_of, common_mesh, hlo_sharding, local_shape
 from jax_tilekern.partitioning.params_text import _PROCESS, from_text, to_text
 from jax_tilekern.partitioning.reshard import specs_of
 from jax_tilekern.partitioning.rule import ShardingRule
@@ -139,7 +139,7 @@ def random_spec(rng, rank, axes):
 def test_padding_is_not_moved_or_scattered(k):
     found = partition_of(product(16, k, 16), (2, 2), (1, 1), (0, 0), (0, 0))
     assert found.axes[K] == (0, 1)
-    assert found.operand_shape(0, (16, k)) == (16, math.ceil(k / 4))
+    assert local_shape((16, k), found.operands[0].spec, found.mesh) == (16, math.ceil(k / 4))
     crossed = partition_of(product(16, k, 16), (2,), (0,), (0,), (0,))
     assert crossed.axes[K] == ()
 

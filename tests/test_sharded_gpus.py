@@ -199,6 +199,42 @@ def test_gradients_of_overlapped_products(rng, mesh, name):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
+def test_gradients_of_a_layer_gather_rows_once(rng, mesh):
+    """Products of the same rows, and gradients of weights, read what one product gathers."""
+
+    def layer(matmul):
+        def run(x, gate, up, down, cotangent):
+            def forward(x, gate, up, down):
+                return matmul(jnp.tanh(matmul(x, gate)) * matmul(x, up), down)
+
+            y, transpose = jax.vjp(forward, x, gate, up, down)
+            return y, transpose(cotangent)
+
+        return run
+
+    rows, columns = P("x"), P(None, "x")
+    specs = (rows, columns, columns, rows, rows)
+    shapes = ((1024, 256), (256, 512), (256, 512), (512, 256), (1024, 256))
+    arrays = [rng.standard_normal(s, np.float32) / np.sqrt(s[0]) for s in shapes]
+    args = placed(mesh, [x.astype(jnp.bfloat16) for x in arrays], specs)
+    out = jax.tree.map(
+        lambda s: NamedSharding(mesh, s), (rows, specs[:4]), is_leaf=lambda x: isinstance(x, P)
+    )
+    with in_parts(2):
+        compiled = jax.jit(layer(jtk.matmul), out_shardings=out).lower(*args).compile()
+    assert not collectives(compiled)
+    assert compiled.as_text().count(f'custom_call_target="{OVERLAPPED}"') == 5
+    found = [jax.tree.map(np.asarray, compiled(*args)) for _ in range(3)]
+    for again in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0], again)
+    with jax.default_device(jax.devices("cpu")[0]):
+        wanted = layer(jnp.matmul)(*(np.asarray(x, np.float32) for x in args))
+    for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(wanted), strict=True):
+        # Each of at most four roundings to bfloat16 adds half a unit in the last place.
+        error = np.linalg.norm(np.asarray(x, np.float32) - y) / np.linalg.norm(y)
+        assert error <= 4 * 2.0**-8
+
+
 def test_overlapped_products_in_loops(rng, mesh):
     """A call is executed several times in one run."""
     x, w, v = integers(

@@ -40,11 +40,13 @@ from jax_tilekern.partitioning.local_program import (
     axis_names,
     local_program,
 )
-from jax_tilekern.partitioning.mesh import common_mesh, hlo_sharding
+from jax_tilekern.partitioning.mesh import common_mesh, hlo_sharding, local_shape
 from jax_tilekern.partitioning.params_text import from_text, to_text
 from jax_tilekern.partitioning.partition import Partition
 from jax_tilekern.partitioning.row_exchange import RowExchange, row_exchange
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
+from jax_tilekern.partitioning.shared_rows import giving, shared_rows, taking
+from jax_tilekern.partitioning.sharing import Sharing
 from jax_tilekern.plans.cpu import current_cpu
 from jax_tilekern.plans.gpu import NoGpu, current_gpu, planning_beside_collectives
 from jax_tilekern.plans.overlap import current_parts, in_parts
@@ -91,6 +93,10 @@ def register_exchange(name: str, along_axis: AlongAxis) -> None:
     _along_axis[name] = along_axis
 
 
+def _exchanges_rows(operation: PartitionedOperation, platform: str) -> bool:
+    return platform == "cuda" and operation.name in _along_axis
+
+
 def lower_partitioned(
     ctx: Any,
     operation: PartitionedOperation,
@@ -110,7 +116,10 @@ def lower_partitioned(
     await_partition(text, described, ctx, platform)
     if rule.results_follow is not None:
         values = _without_conflicts(ctx, platform, values, rule, rule.results_follow)
-    return xla.emit_call(ctx, values, rule, text)
+    if not _exchanges_rows(operation, platform):
+        return xla.emit_call(ctx, values, rule, text)
+    gives, takes = shared_rows(rule, ctx.avals_in, xla.devices_of(ctx))
+    return xla.emit_call(ctx, values, rule, text, gives, takes)
 
 
 def _without_conflicts(
@@ -196,14 +205,14 @@ def _partition(
 ) -> _Answer:
     """Return the module of each device, and the shardings of its operands and results."""
     config = config.decode() if isinstance(config, bytes) else config
-    text, readers = xla.text_and_readers(config)
+    text, sharing = xla.text_and_sharing(config)
     question = (*operand_shapes, result_shape, *operand_shardings, result_sharding)
     key = (config, *map(str, question))
     with _lock:
         found = _answers.get(key)
     if found is None:
         found = _answer(
-            operand_shapes, operand_shardings, result_shape, result_sharding, text, readers
+            operand_shapes, operand_shardings, result_shape, result_sharding, text, sharing
         )
         with _lock:
             if len(_answers) >= _MAX_ANSWERS:
@@ -220,7 +229,7 @@ def _answer(
     result_shape: Any,
     result_sharding: Any,
     text: str,
-    readers: Sequence[int] = (),
+    sharing: Sharing,
 ) -> tuple[_Answer, list[Choice]]:
     content = json.loads(text)
     operation = _operations[content["operation"]]
@@ -232,27 +241,42 @@ def _answer(
         [jax.core.ShapedArray(tuple(x.dimensions()), np.dtype(x.numpy_dtype())) for x in shapes]
         for shapes in (operand_shapes, result_shapes)
     )
-    rule = operation.rule(*operands, **params)
-    ranks = [x.ndim for x in (*operands, *results)]
-    shardings = [*operand_shardings, *result_shardings]
-    mesh, specs = common_mesh(shardings, ranks, content["devices"])
-    nbytes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
-    n = len(operands)
-    readers = readers or [1] * n
-    exchange_of = _row_exchanges(operation, operands, params, content, readers)
+    n = len(operands) - len(sharing.takes)
+    given = [] if sharing.gives is None else [sharing.gives]
+    computed = results[: len(results) - len(given)]
+    arrays = [*operands[:n], *computed]
+    rule = operation.rule(*operands[:n], **params)
+    shardings = [*operand_shardings[:n], *result_shardings[: len(computed)]]
+    mesh, specs = common_mesh(shardings, [x.ndim for x in arrays], content["devices"])
+    nbytes = [math.prod(x.shape) * x.dtype.itemsize for x in arrays]
+    exchange_of = _row_exchanges(operation, operands[:n], params, content, sharing)
     partition = choose_partition(
-        rule, mesh, specs[:n], specs[n:], nbytes[:n], nbytes[n:], readers,
+        rule, mesh, specs[:n], specs[n:], nbytes[:n], nbytes[n:], sharing.readers[:n] or [1] * n,
         lambda partition: sum(x.bytes_sent for x, _ in exchange_of(partition)),
     )  # fmt: skip
-    described = partition.described()
-    for exchange, function in exchange_of(partition):
-        partition = exchange.partition
-        operation = dataclasses.replace(operation, bind=function)
-
-    program = _program(
-        operation, params, partition, [x.dtype for x in results], content["platform"]
+    partition, given_specs, places = taking(partition, specs[:n], sharing)
+    described = ", ".join(
+        [partition.described(), *(f"operand {i} as another call gathers it" for i in places)]
     )
-    local = [(partition.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
+    bind, keeps = operation.bind, False
+    for exchange, function in exchange_of(partition):
+        partition, bind, keeps = exchange.partition, function, exchange.keeps
+    if sharing.gives is not None and not keeps:
+        partition, bind = giving(partition, bind, sharing.gives)
+
+    by_operands = _program(
+        dataclasses.replace(operation, bind=bind), params, partition, [x.dtype for x in results],
+        content["platform"],
+    )  # fmt: skip
+
+    def program(*operands: Any) -> list[Any]:
+        return by_operands(*(operands[places.get(i, i)] for i in range(n)))
+
+    operand_specs = [*(x.spec for x in partition.operands), *given_specs]
+    local = [
+        (local_shape(x.shape, spec, mesh), x.dtype)
+        for x, spec in zip(operands, operand_specs, strict=True)
+    ]
     axes = list(zip(axis_names(range(len(mesh))), mesh, strict=True))
     tuned, mode = using_digest(content["tuned"]), outcomes.entered(content["mode"])
     policy_then, parts_then = policy(content["policy"]), in_parts(content["parts"])
@@ -265,7 +289,7 @@ def _answer(
     ):  # fmt: skip
         module = xla.local_module(by_xla(program), local, axes, content["platform"])
     choices = [dataclasses.replace(choice, partition=described) for choice in recorder.choices]
-    taken = [hlo_sharding(x.spec, mesh) for x in partition.operands]
+    taken = [hlo_sharding(spec, mesh) for spec in operand_specs]
     returned = [hlo_sharding(x.spec, mesh) for x in partition.results]
     return (module, taken, xla.in_tuple(result_shape, returned)), choices
 
@@ -278,7 +302,7 @@ def _row_exchanges(
     operands: Sequence[Any],
     params: dict[str, Any],
     content: dict[str, Any],
-    readers: Sequence[int],
+    sharing: Sharing,
 ) -> Callable[[Partition], _Exchanges]:
     """Return a function of a partition to the exchange that replaces its collective.
 
@@ -286,10 +310,9 @@ def _row_exchanges(
     """
 
     def found(partition: Partition) -> _Exchanges:
-        along_axis = _along_axis.get(operation.name)
-        if along_axis is None or content["platform"] != "cuda":
+        if not _exchanges_rows(operation, content["platform"]):
             return []
-        exchange = row_exchange(partition, readers)
+        exchange = row_exchange(partition, sharing)
         if exchange is None:
             return []
         local = [
@@ -297,7 +320,7 @@ def _row_exchanges(
             for shape, x in zip(exchange.shapes, operands, strict=True)
         ]
         with policy(content["policy"]), in_parts(content["parts"]):
-            function = along_axis(exchange, *local, **params)
+            function = _along_axis[operation.name](exchange, *local, **params)
         return [] if function is None else [(exchange, function)]
 
     return found

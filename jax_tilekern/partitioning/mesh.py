@@ -81,6 +81,13 @@ def hlo_sharding(spec: Spec, mesh: MeshShape) -> Any:
     return xla.tiled(tiles, number_of_parts(rest, mesh), mesh, [*used, *rest])
 
 
+def local_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
+    """Return the shape of a device's part of an array."""
+    return tuple(
+        math.ceil(n / number_of_parts(axes, mesh)) for n, axes in zip(shape, spec, strict=True)
+    )
+
+
 def axes_of(spec: Iterable[Sequence[int]]) -> list[int]:
     return [axis for axes in spec for axis in axes]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -61,10 +60,6 @@ class Partition:
 
     def parts(self, axes: Sequence[int]) -> int:
         return number_of_parts(axes, self.mesh)
-
-    def operand_shape(self, operand: int, shape: Sequence[int]) -> tuple[int, ...]:
-        spec = self.operands[operand].spec
-        return tuple(math.ceil(n / self.parts(axes)) for n, axes in zip(shape, spec, strict=True))
 
     def described(self) -> str:
         words = [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_tilekern.partitioning.local_program import Shard, axis_names
 from jax_tilekern.partitioning.partition import Partition
+from jax_tilekern.partitioning.shared_rows import rows_operand, with_result
+from jax_tilekern.partitioning.sharing import Sharing
 from jax_tilekern.plans.overlap import MeshAxis
 
 
@@ -20,30 +21,27 @@ class RowExchange(NamedTuple):
     # Whether rows of the result are scattered, and not rows of the operand gathered.
     scatters: bool
     is_shared: bool  # whether other calls of this kind read the gathered operand
+    keeps: bool  # whether another call takes the gathered operand, which is the last result then
     # Shapes of the operands on a device, the rows of ``operand`` not gathered.
     shapes: tuple[tuple[int, ...], ...]
     bytes_sent: float
     partition: Partition  # of the call without the collective
 
 
-def row_exchange(partition: Partition, readers: Sequence[int]) -> RowExchange | None:
+def row_exchange(partition: Partition, sharing: Sharing) -> RowExchange | None:
     """Return the exchange that replaces a collective of a product, if one can.
 
     The collective is the all-gather of the first dimension of an operand, or the reduce-scatter of
-    the first dimension of the result, over one mesh axis. ``readers`` says how many calls of this
-    kind read each operand.
+    the first dimension of the result, over one mesh axis.
     """
     rule = partition.rule
-    if len(rule.operands) != 2 or len(rule.results) != 1 or partition.sum is not None:
+    operand = rows_operand(rule)
+    if operand is None:
         return None
     (result,), (dims,) = partition.results, rule.results
-    with_rows = [
-        i for i, x in enumerate(rule.operands) if dims[:1] and x[:1] == dims[:1] != (None,)
-    ]
-    if len(with_rows) != 1 or result.reduced:
+    rows_label = dims[0]
+    if result.reduced or rows_label is None:
         return None
-    operand, rows_label = with_rows[0], dims[0]
-    assert rows_label is not None
     shard = Shard(partition, partition.axes)
     shapes = [
         tuple(1 if label is None else shard.size(label) for label in own) for own in rule.operands
@@ -70,12 +68,16 @@ def row_exchange(partition: Partition, readers: Sequence[int]) -> RowExchange | 
     (axis,) = axes
     (name,) = axis_names(axes)
     stride = math.prod(partition.mesh[axis + 1 :])
+    exchanged = dataclasses.replace(partition, operands=tuple(operands), results=results)
+    gathers, x = not result.is_combined, partition.operands[operand]
+    keeps = gathers and sharing.is_taken
     return RowExchange(
         operand,
         MeshAxis(name, partition.mesh[axis], stride),
         result.is_combined,
-        readers[operand] > 1 and not result.is_combined,
+        gathers and bool(sharing.readers) and sharing.readers[operand] > 1,
+        keeps,
         tuple(shapes),
-        result.bytes_sent if result.is_combined else partition.operands[operand].bytes_sent,
-        dataclasses.replace(partition, operands=tuple(operands), results=results),
+        x.bytes_sent if gathers else result.bytes_sent,
+        with_result(exchanged, x.spec) if keeps else exchanged,
     )

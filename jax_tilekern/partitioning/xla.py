@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
-import json
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,9 +28,12 @@ from jax._src.lib.mlir.dialects import sdy as _sdy  # type: ignore[attr-defined]
 
 from jax_tilekern.interop.ffi import PARTITIONED
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
+from jax_tilekern.partitioning.sharing import Sharing
 
-# Further readers of an operand are not counted.
+# Further readers of an operand are not counted, and no earlier uses are searched for a call that
+# gives it. So a program of many calls is lowered in a time that grows with their number.
 _MOST_READERS = 8
+_MOST_USES = 32
 REPLICATED = _xla_client.OpSharding.Type.REPLICATED
 
 
@@ -118,48 +122,78 @@ def in_tuple(shape: Any, shardings: Sequence[Any]) -> Any:
 # The call that XLA partitions.
 
 
-def emit_call(ctx: Any, operands: Sequence[Any], rule: ShardingRule, text: str) -> list[Any]:
-    """Emit a custom call that has a sharding rule; return its results."""
+def emit_call(
+    ctx: Any,
+    operands: Sequence[Any],
+    rule: ShardingRule,
+    text: str,
+    gives: int | None = None,
+    takes: Sequence[int] = (),
+) -> list[Any]:
+    """Emit a custom call that has a sharding rule; return its results.
+
+    The call takes those of the operands ``takes`` that an earlier call gives, and it gives an
+    operand that none does.
+    """
     _load_lapack()
+    taken = {i: given for i in takes if (given := _given(operands[i])) is not None}
+    gives = None if gives in taken else gives
+    sharing = Sharing(gives=gives, takes=tuple(taken))
+    operands = [*operands, *taken.values()]
+    results = [*ctx.avals_out, *([] if gives is None else [ctx.avals_in[gives]])]
     call = _mlir.custom_call(
         PARTITIONED,
         result_types=[
             _ir.RankedTensorType.get(aval.shape, _mlir.dtype_to_ir_type(aval.dtype))
-            for aval in ctx.avals_out
+            for aval in results
         ],
-        operands=list(operands),
-        backend_config=text,
+        operands=operands,
+        backend_config=_with_sharing(text, sharing),
         api_version=2,
     )
     shapes = [tuple(value.type.shape) for value in operands]
     call.attributes["sdy.sharding_rule"] = _sharding_rule_attribute(
-        rule, shapes, [tuple(aval.shape) for aval in ctx.avals_out]
+        rule, shapes, [tuple(aval.shape) for aval in results]
     )
     _count_readers(call)
     return [
         _mlir.lower_with_sharding_in_types(ctx, result, aval)
-        for result, aval in zip(call.results, ctx.avals_out, strict=True)
+        for result, aval in zip(call.results, ctx.avals_out, strict=False)
     ]
+
+
+def _given(value: Any) -> Any | None:
+    """Return an operand as a call gives it that precedes what is emitted, if one does."""
+    block = _ir.InsertionPoint.current.block
+    for use in itertools.islice(value.uses, _MOST_USES):
+        found = _text_and_sharing_of(use.owner)
+        if found is None or use.owner.operation.block != block:
+            continue
+        text, sharing = found
+        if sharing.gives == use.operand_number:
+            _set_sharing(use.owner, text, dataclasses.replace(sharing, is_taken=True))
+            return use.owner.results[len(use.owner.results) - 1]
+    return None
 
 
 def _count_readers(call: Any) -> None:
     """Write into the text of calls how many of the same text read each operand in its place.
 
-    The counts follow the text as a second line, if any is above 1. They end at ``_MOST_READERS``,
-    so that a program of many calls is lowered in a time that grows with their number.
+    The counts end at ``_MOST_READERS``.
     """
-    text, counts = _text_and_readers_of(call), []
+    text, sharing = _text_and_sharing_of(call) or ("", Sharing())
+    counts = []
     for place, value in enumerate(call.operands):
         others: list[Any] = []
         found = 1
         for use in value.uses:
             if use.operand_number != place or use.owner == call:
                 continue
-            other_text = _text_and_readers_of(use.owner)
-            if other_text is None or text is None or other_text[0] != text[0]:
+            other_text, other = _text_and_sharing_of(use.owner) or ("", sharing)
+            if other_text != text:
                 continue
             others.append(use.owner)
-            found = max(found, other_text[1][place] if other_text[1] else 1)
+            found = max(found, other.readers[place] if other.readers else 1)
             if found == _MOST_READERS:
                 break
         counts.append(min(_MOST_READERS, max(found, len(others) + 1)))
@@ -170,30 +204,38 @@ def _count_readers(call: Any) -> None:
 
 
 def _set_readers(call: Any, place: int, count: int) -> None:
-    found = _text_and_readers_of(call)
+    found = _text_and_sharing_of(call)
     assert found is not None
-    text, readers = found
-    if count == (readers[place] if readers else 1):
+    text, sharing = found
+    if count == (sharing.readers[place] if sharing.readers else 1):
         return
-    readers = readers or [1] * len(call.operands)
+    readers = list(sharing.readers or [1] * len(call.operands))
     readers[place] = count
-    call.attributes["backend_config"] = _ir.StringAttr.get(f"{text}\n{json.dumps(readers)}")
+    _set_sharing(call, text, dataclasses.replace(sharing, readers=tuple(readers)))
 
 
-def text_and_readers(config: str) -> tuple[str, list[int]]:
-    """Return the text of :func:`emit_call`, and the readers of each operand if any has several."""
-    text, _, counts = config.partition("\n")
-    return text, json.loads(counts or "[]")
+def _set_sharing(call: Any, text: str, sharing: Sharing) -> None:
+    call.attributes["backend_config"] = _ir.StringAttr.get(_with_sharing(text, sharing))
 
 
-def _text_and_readers_of(call: Any) -> tuple[str, list[int]] | None:
+def _with_sharing(text: str, sharing: Sharing) -> str:
+    return "\n".join(filter(None, [text, sharing.text()]))
+
+
+def text_and_sharing(config: str) -> tuple[str, Sharing]:
+    """Return the text of :func:`emit_call`, and what the call shares with others."""
+    text, _, line = config.partition("\n")
+    return text, Sharing.from_text(line)
+
+
+def _text_and_sharing_of(call: Any) -> tuple[str, Sharing] | None:
     """Return the text of a partitioned call, or ``None`` for another operation."""
     if (
         call.name != "stablehlo.custom_call"
         or _ir.StringAttr(call.attributes["call_target_name"]).value != PARTITIONED
     ):
         return None
-    return text_and_readers(_ir.StringAttr(call.attributes["backend_config"]).value)
+    return text_and_sharing(_ir.StringAttr(call.attributes["backend_config"]).value)
 
 
 def _load_lapack() -> None:
@@ -209,6 +251,7 @@ def _load_lapack() -> None:
 def _sharding_rule_attribute(
     rule: ShardingRule, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
 ) -> Any:
+    """Return a rule for arrays of these shapes, of which further ones are whole."""
     factors = {label: i for i, label in enumerate(rule.sizes)}
     sizes = list(rule.sizes.values())
 
@@ -226,8 +269,12 @@ def _sharding_rule_attribute(
             dim_mappings=[_sdy.DimMappingAttr.get(factor_indices=x) for x in own]
         )
 
-    operand_mappings = [mapping(*array) for array in zip(rule.operands, operands, strict=True)]
-    result_mappings = [mapping(*array) for array in zip(rule.results, results, strict=True)]
+    def mappings(labels: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> list[Any]:
+        whole = ((None,) * len(shape) for shape in shapes[len(labels) :])
+        return [mapping(*array) for array in zip([*labels, *whole], shapes, strict=True)]
+
+    operand_mappings = mappings(rule.operands, operands)
+    result_mappings = mappings(rule.results, results)
     whole = [i for label, i in factors.items() if label not in rule.splittable]
     return _sdy.OpShardingRuleAttr.get(
         factor_sizes=sizes,

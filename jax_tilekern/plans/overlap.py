@@ -61,6 +61,12 @@ def is_asked_for() -> bool:
     return bool(current_parts()) or current_policy() == "kernels"
 
 
+def may_exchange(sent: float) -> bool:
+    """Return whether products may overlap with sending so many bytes to each device."""
+    asked = current_parts()
+    return sent >= _LEAST_BYTES if asked is None else asked > 0
+
+
 def parts_of_rows(
     *,
     scatters: bool,

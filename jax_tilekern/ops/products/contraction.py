@@ -323,8 +323,11 @@ def _cotangent(
 def transposes(
     contract: Callable[..., Array],
 ) -> dict[int | tuple[int, ...], Callable[..., Any]]:
-    """Return the transpose rules of both operands, which ``contract`` computes."""
-    return {i: functools.partial(_cotangent, i, contract) for i in (0, 1)}
+    """Return the transpose rules of both operands, which ``contract`` computes.
+
+    The last one is traced first. It gathers the cotangent's rows, and the other one contracts them.
+    """
+    return {i: functools.partial(_cotangent, i, contract) for i in (1, 0)}
 
 
 def batched(

@@ -415,7 +415,7 @@ def _along_axis(
         lhs, rhs, contraction = rhs, lhs, contraction.swapped()
         precision = swapped_precision(precision)
     params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
-    if exchange.is_shared and not overlap.is_asked_for():
+    if exchange.is_shared and not exchange.keeps and not overlap.is_asked_for():
         # One all-gather serves all readers.
         return None
     size = exchange.axis.size
@@ -429,7 +429,7 @@ def _along_axis(
         x, w = reversed(operands) if is_swapped else operands
         if exchange.scatters:
             return [scattered_product(x, w, axis=exchange.axis, **params)]
-        return gathered_product(x, w, axis=exchange.axis, keeps=False, **params)
+        return gathered_product(x, w, axis=exchange.axis, keeps=exchange.keeps, **params)
 
     return exchanged
 
