@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
+from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.products.contraction import (
     as_dot_general,
@@ -93,14 +94,24 @@ class _Call(ProductCall):
 # Meaning.
 
 
-def _by(multiply: Callable[..., Array], *operands: Array, **params: Any) -> list[Array]:
-    """Contract the operands in float32."""
+def _by(
+    multiply: Callable[..., Array],
+    *operands: Array,
+    transposed: Sequence[bool] = (False, False),
+    **params: Any,
+) -> list[Array]:
+    """Contract the operands in float32.
+
+    What is made by a transpose is dequantised where it lies before it.
+    """
     call = _Call(**params)
 
     def factor(i: int) -> Array:
         x, scales = operands[i], operands[2 + i]
         if call.rows_last[i]:
             scales = jnp.swapaxes(scales[..., : x.shape[-2]], -1, -2)
+        if transposed[i]:
+            return dequantized(x.mT, scales.mT).mT
         return dequantized(x, scales)
 
     result = multiply(
@@ -250,9 +261,17 @@ def _dequantised(why: str, params: Params) -> Rewrite:
     return Rewrite(f"{text}: {why}" if why else text, function)
 
 
-def _cpu(_operands: Any, _avals: Any, **params: Any) -> Rewrite:
+def _cpu(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
     why = "kernels are for Hopper GPUs" if _Call(**params).is_grouped else ""
-    return _dequantised(why, params)
+    transposed = tuple(_is_transposed(x) for x in operands[:2])
+    return _dequantised(why, {**params, "transposed": transposed})
+
+
+def _is_transposed(x: Operand) -> bool:
+    """Return whether a transpose of the last two dimensions makes an operand."""
+    *leading, row, column = range(x.aval.ndim)
+    found = compat.transposed_from(x.value)
+    return found is not None and [*found[1]] == [*leading, column, row]
 
 
 def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:

@@ -22,6 +22,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.ops.explicit import spec_of
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.quantisation.fp8_bits import fp8_bits
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gemm.arithmetic import FP8
 from jax_tilekern.plans.quantize import (
@@ -225,7 +226,7 @@ def _quantized(
     scaled = blocks * of_elements(factors)
     results = [scales]
     if dtype in FP8:
-        values = lax.bitcast_convert_type(jnp.where(finite, _fp8_bits(scaled, dtype), _NAN), dtype)
+        values = lax.bitcast_convert_type(jnp.where(finite, fp8_bits(scaled, dtype), _NAN), dtype)
     else:
         steps_of = lax.round(jnp.where(finite, scaled, 0), lax.RoundingMethod.TO_NEAREST_EVEN)
         if symmetric:
@@ -300,23 +301,6 @@ def _max_of_blocks(*bits: Array) -> list[Array]:
     zeros = (np.uint32(0),) * len(bits)
     found: list[Array] = lax.reduce(bits, zeros, lambda x, y: tuple(map(lax.max, x, y)), axes)
     return found
-
-
-def _fp8_bits(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Round numbers up to the largest of a type to its bits, in fewer operations than XLA's."""
-    info = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
-    dropped = 23 - info.nmant
-    bits = lax.bitcast_convert_type(x, np.uint32)
-    magnitudes = bits & 0x7FFFFFFF
-    is_odd = magnitudes >> dropped & 1
-    normal = (magnitudes + ((1 << dropped - 1) - 1) + is_odd) >> dropped
-    normal = normal - ((126 + info.minexp) << info.nmant)
-    # An addition to a number whose ulp is the least subnormal rounds to a multiple of that.
-    large = np.float32(2.0 ** (23 + info.minexp - info.nmant))
-    sums = lax.bitcast_convert_type(magnitudes, np.float32) + large
-    subnormal = lax.bitcast_convert_type(sums, np.uint32) - large.view(np.uint32)
-    is_normal = magnitudes >= np.float32(info.smallest_normal).view(np.uint32)
-    return (jnp.where(is_normal, normal, subnormal) | bits >> 24 & 0x80).astype(np.uint8)
 
 
 def _power_of_two(x: Array) -> Array:
