@@ -357,6 +357,13 @@ def test_lists_are_refused_as_by_jax(call):
         call([3.0, 1.0])
 
 
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
+def test_scans_refuse_booleans_as_jaxs_do(name):
+    x = jnp.array([True, False])
+    with jtk.patch(), jtk.gpu_target("sm_90"), pytest.raises(TypeError, match="bool"):
+        jax.make_jaxpr(getattr(lax, name))(x)
+
+
 def test_derivatives_of_selections(rng):
     x = jnp.asarray(rng.permutation(36).reshape(4, 9), f32)
     for name in ("lax.sort", "median", "quantile", "jnp.cumsum", "jnp.cumprod", "approx_max_k"):

@@ -324,12 +324,15 @@ _bind = define(
 
 
 def _in_place_of_jax(function: Any, operand: Array, *, axis: int, reverse: bool) -> Any:
+    original = functools.partial(getattr(lax, function.__name__), axis=axis, reverse=reverse)
+    # It raises the errors: that of booleans, which jnp.cumsum adds up.
+    jax.eval_shape(original, operand)
     # JAX combines narrow floats in their own type. On a CPU its derivatives are faster.
     is_narrow = jnp.issubdtype(operand.dtype, jnp.floating) and operand.dtype.itemsize < 4
     if (is_narrow and function not in (cummax, cummin)) or (
         function is not cumsum and why_no_gpu() is not None
     ):
-        return getattr(lax, function.__name__)(operand, axis, reverse)
+        return original(operand)
     return function(operand, axis=axis, reverse=reverse)
 
 
