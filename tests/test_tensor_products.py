@@ -178,3 +178,15 @@ def test_einsum_takes_the_hook_of_layers(rng):
         found = jtk.einsum("ij,kj->ik", x, x, precision="highest", _dot_general=given)
         np.testing.assert_allclose(found, x @ x.T, 1e-5, 1e-5)
     assert len(called) == 1
+
+
+def test_outer_products_of_bfloat16_and_float16_have_the_exponents_of_both():
+    """LLVM's product in float16 is infinite here, and has fewer bits of the small numbers."""
+    x, y = jnp.array([1e6, -3e5, 1e-6, 3e-7], BF16), jnp.array([1e-3, 0.05, 1.1, 19.0], np.float16)
+    found = jax.jit(functools.partial(jtk.tensordot, axes=0, preferred_element_type=np.float16))
+    exact = np.outer(np.asarray(x, np.float64), np.asarray(y, np.float64))
+    with np.errstate(over="ignore"):
+        rounded = exact.astype(np.float16)
+    np.testing.assert_array_equal(found(x, y), rounded)
+    text = found.trace(x, y).lower(lowering_platforms=("cuda",)).as_text()
+    assert "optimization_barrier" in text

@@ -166,6 +166,9 @@ def product_by_lax(
             out = out.astype(np.int32).astype(out_dtype)  # Integers wrap around.
         else:
             out = product(lhs.astype(out_dtype), rhs.astype(out_dtype), out_dtype=out_dtype)
+    elif lowering_platform.value == "cuda" and _is_narrowed(contraction, lhs, rhs, out_dtype):
+        # LLVM would multiply in float16, and round bfloat16 operands to it, which overflow.
+        out = lax.optimization_barrier(product(lhs, rhs, out_dtype=np.float32)).astype(out_dtype)
     else:
         out = product(lhs, rhs, out_dtype=out_dtype)
     return transposed(out, contraction.dot_general_out, contraction.out)
@@ -215,6 +218,16 @@ def _is_16_bit_loop(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
         for labels, x in ((contraction.lhs, lhs), (contraction.rhs, rhs))
     )
     return isinstance(elements, int) and elements < 100
+
+
+def _is_narrowed(contraction: Contraction, lhs: Array, rhs: Array, out_dtype: Any) -> bool:
+    """Return whether XLA fuses products of float32, which may have been bfloat16, to float16.
+
+    It does where nothing is contracted.
+    """
+    k = math.prod(lhs.shape[contraction.lhs.index(label)] for label in contraction.contracted)
+    types = (lhs.dtype, rhs.dtype, np.dtype(out_dtype))
+    return types == (F32, F32, F16) and isinstance(k, int) and k == 1
 
 
 def _sums_narrow_integers(lhs: Array, rhs: Array, out_dtype: Any) -> bool:
