@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from nvrtc_mark import needs_emulator
 from products import BF16, F16, F32, H100
 from sharded import EXPLICIT, devices, mesh_of, put
 
@@ -72,7 +73,7 @@ def run(plan_of, operands, results, **how):
 SIZES = [(2, 41, 24), (1, 1, 8), (3, 2, 6), (1, 200, 5), (1, 17, 640)]
 
 
-@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@needs_emulator
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.one_in(5)

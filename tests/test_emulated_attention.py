@@ -4,13 +4,12 @@ import dataclasses
 import itertools
 import re
 
-import emulated_plans
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
-from nvrtc_mark import require_nvrtc
+from nvrtc_mark import needs_emulator, require_nvrtc
 from products import BF16, F16, H100
 
 import jax_tilekern as jtk
@@ -144,7 +143,7 @@ def relative_errors(found, expected):
     return errors
 
 
-@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@needs_emulator
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_values_and_derivatives(name, mode):
     (b, t, s, n, k, h, d), dtype, options = CALLS[name]
@@ -184,7 +183,7 @@ BIASES = {
 OTHERS = set(BIASES) - {"whole", "of keys"}
 
 
-@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@needs_emulator
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=[pytest.mark.thorough] if x in OTHERS else []) for x in BIASES],
@@ -229,7 +228,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@needs_emulator
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.thorough] * (x == "a cap")) for x in NUMBERS]
 )
@@ -286,7 +285,7 @@ def test_numbers_of_a_batch_and_head(function, numbers):
     assert (None if found is None else len(found.numbers)) == numbers
 
 
-@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@needs_emulator
 @pytest.mark.parametrize("sign", [-1, 0])
 def test_scales_that_turn_the_order_of_scores(sign):
     query, key, value = (draw(1, 100, 1, 64, dtype=BF16) for _ in range(3))

@@ -4,6 +4,7 @@ import emulated_plans
 import jax
 import numpy as np
 import pytest
+from nvrtc_mark import needs_emulator
 
 import jax_tilekern as jtk
 from jax_tilekern import linalg
@@ -24,7 +25,6 @@ TYPES = (np.dtype(np.float32), np.dtype(np.float64))
 COUNT = 43
 NOT_FINITE = 7
 RANDOM = [0, 15, 20, 35, 40]
-with_compiler = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 
 
 def matrices(rng, m, n, dtype):
@@ -66,7 +66,7 @@ def check(found, a, *bases):
         assert np.abs(difference[finite]).max() <= bound
 
 
-@with_compiler
+@needs_emulator
 @pytest.mark.parametrize(
     ("m", "n", "full", "dtype"),
     [
@@ -104,7 +104,7 @@ def test_svd_and_qr(rng, m, n, full, dtype):
     np.testing.assert_array_equal(alone, r)
 
 
-@with_compiler
+@needs_emulator
 @pytest.mark.parametrize(
     ("n", "flags", "dtype"),
     [
@@ -134,7 +134,7 @@ def test_eigh(rng, n, flags, dtype):
     np.testing.assert_array_equal(alone, w)
 
 
-@with_compiler
+@needs_emulator
 @pytest.mark.parametrize("n", [3, 5])
 @pytest.mark.thorough
 def test_memory_under_sanitizers(rng, n):

@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_plans import COMPILER
 from fusion_programs import fused, random_fusion, with_epilogue
 from jaxprs import FUSED, equations, name_of
 from lanes import Emulated
+from nvrtc_mark import needs_emulator
 
 import jax_tilekern as jtk
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.products.contraction import contract
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+pytestmark = needs_emulator
 
 
 def programs(seed):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
 from jax import lax
+from nvrtc_mark import needs_emulator
 from products import H100, product_of, ragged_product_of, taken
 from small_products import ACROSS_K, SIZES_ACROSS_K, SPECS, TYPES, bound, random_product
 from small_products import SIZES as SMALL_SIZES
@@ -24,7 +25,7 @@ from jax_tilekern.plans.gemm.small.candidates import small_candidates
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 
-pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+pytestmark = needs_emulator
 
 SIZES = np.array([37, 0, 91, 72], np.int32)
 IDS = np.arange(600, dtype=np.int32) * 7 % 50

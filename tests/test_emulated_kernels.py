@@ -4,6 +4,7 @@ import emulated_plans
 import numpy as np
 import pytest
 from emulated_gpu import SMALL_H100
+from nvrtc_mark import needs_emulator
 from products import BF16, F16, F32, F64, H100, INT8, INT32, Product, row_major
 
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidate
@@ -18,7 +19,7 @@ from jax_tilekern.plans.segments.problem import MapOperand, MapText, SegmentRedu
 from jax_tilekern.plans.segments.scanned_segments import ScannedSegments
 from jax_tilekern.plans.segments.sorted_segments import SortedSegments
 
-pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+pytestmark = needs_emulator
 
 
 def run(plan_of, operands, results, **how):

@@ -9,8 +9,8 @@ import lane_functions
 import lane_programs
 import numpy as np
 import pytest
-from emulated_plans import COMPILER
 from lanes import Emulated
+from nvrtc_mark import needs_emulator
 
 import jax_tilekern as jtk
 
@@ -55,7 +55,7 @@ PROGRAM_ARGUMENTS = (
     lane_functions.normal(6, 3), lane_functions.integers_of(6), lane_functions.normal(6, 5),
 )  # fmt: skip
 TOLERANCE = {"float16": 4e-3, "bfloat16": 4e-2, "float32": 2e-5, "float64": 1e-12}
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+pytestmark = needs_emulator
 
 
 def mapped_by(case, map_):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
+from nvrtc_mark import needs_emulator
 from products import BF16, F16, F32, H100, INT8, INT32, TYPES, Product, row_major
 
 import jax_tilekern as jtk
@@ -23,7 +24,7 @@ from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.config import WgmmaTile
 from jax_tilekern.plans.launch import NoKernel
 
-pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+pytestmark = needs_emulator
 
 # Few CTAs have several tiles each.
 GPU = dataclasses.replace(H100, sm_count=4)

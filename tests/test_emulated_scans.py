@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
+from nvrtc_mark import needs_emulator
 from products import BF16, F32, F64, H100
 
 import jax_tilekern as jtk
@@ -18,7 +19,7 @@ from jax_tilekern.plans.scans.column_scan import ColumnScan
 from jax_tilekern.plans.scans.problem import Scan
 from jax_tilekern.plans.scans.row_scan import RowScan
 
-pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+pytestmark = needs_emulator
 
 
 def composed(earlier, later):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
 from jax import lax
+from nvrtc_mark import needs_emulator
 from products import BF16, F16, F32, F64, H100
 
 import jax_tilekern as jtk
@@ -28,7 +29,7 @@ from jax_tilekern.plans.selection.tile import Tile
 from jax_tilekern.plans.selection.top_k import MAX_K, TopK, levels_of, plan_top_k
 
 pytestmark = [
-    pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++"),
+    needs_emulator,
     pytest.mark.usefixtures("x64"),
 ]
 INTEGERS = tuple(

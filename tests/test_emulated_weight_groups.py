@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
+from nvrtc_mark import needs_emulator
 from products import BF16, F16, F32, H100
 from test_emulated_weight_only import drawn
 
@@ -24,7 +25,7 @@ from jax_tilekern.plans.gemm.sm90.weight_only import (
 )
 from jax_tilekern.plans.launch import NoKernel
 
-pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+pytestmark = needs_emulator
 
 
 # Its CTAs have all tiles of a product, two side by side.

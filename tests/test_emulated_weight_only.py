@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
 from jax import lax
+from nvrtc_mark import needs_emulator
 from products import BF16, F16, F32, H100
 
 import jax_tilekern as jtk
@@ -25,7 +26,7 @@ from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.policy import policy
 
-pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+pytestmark = needs_emulator
 
 INTEGERS = {4: np.dtype(ml_dtypes.int4), 8: np.dtype(np.int8)}
 

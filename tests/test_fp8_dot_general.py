@@ -2,7 +2,6 @@
 
 import functools
 
-import emulated_plans
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ from jax import export, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from numerics import F8E4, F8E5, roundoff
-from nvrtc_mark import needs_nvrtc
+from nvrtc_mark import needs_emulator, needs_nvrtc
 from sharded import devices
 
 import jax_tilekern as jtk
@@ -179,7 +178,7 @@ def test_weights_that_all_devices_of_a_shard_map_have(rng, check_vma):
         assert np.linalg.norm(a - np.asarray(b)) <= 0.06 * np.linalg.norm(b)
 
 
-@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@needs_emulator
 @pytest.mark.thorough
 def test_emulated_kernels(rng):
     x, w, dy = (

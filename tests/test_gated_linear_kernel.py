@@ -3,14 +3,13 @@
 import dataclasses
 import re
 
-import emulated_plans
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from candidate_calls import run
 from emulated_gpu import emulated_gpu
-from nvrtc_mark import needs_gpu, require_nvrtc
+from nvrtc_mark import needs_emulator, needs_gpu, require_nvrtc
 from products import BF16, F16, F32, H100, product_of
 
 import jax_tilekern as jtk
@@ -187,7 +186,7 @@ def test_rows_are_reduced(rng):
 # Results of the kernels.
 
 
-@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@needs_emulator
 def test_the_kernel_of_both_reduces_rows(rng, monkeypatch):
     for limit in ("_cycles_of_two_kernels", "_cycles_of_xla"):
         monkeypatch.setattr(select, limit, lambda *_: np.inf)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
-from nvrtc_mark import needs_nvrtc
+from nvrtc_mark import needs_emulator, needs_nvrtc
 from products import BF16, F16, F32, H100, ragged_product_of
 
 import jax_tilekern as jtk
@@ -82,9 +82,6 @@ def operands(dtype, count):
     return [(normal(ROWS, K) * 4).astype(dtype) for _ in range(count)], [
         normal(GROUPS, K, N) * np.asarray(4, dtype) for _ in range(2)
     ]
-
-
-needs_emulator = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 
 
 def cases(keys):

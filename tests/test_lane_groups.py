@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_plans import COMPILER
 from group_functions import LANES, cases
 from jax import lax
 from jaxprs import parameters
 from lane_functions import normal
 from lanes import Emulated
-from nvrtc_mark import needs_nvrtc
+from nvrtc_mark import needs_emulator, needs_nvrtc
 from test_emulated_lanes import (
     GRADIENTS,
     TABLE,
@@ -28,7 +27,7 @@ from jax_tilekern.ops.kernel.kernel import write_kernel
 from jax_tilekern.ops.kernel.translation import groups, text
 from jax_tilekern.ops.kernel.translation.groups import GroupWriter
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+pytestmark = needs_emulator
 
 # What a group may get wrong: updates, loops, orders of dimensions, products, sums, branches.
 SAMPLE = ["broadcasts", "in_place", "mapped_loops", "mixed_products", "reducers", "updates"]

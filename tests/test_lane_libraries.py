@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from emulated_plans import COMPILER
 from lanes import Emulated
-from nvrtc_mark import needs_nvrtc
+from nvrtc_mark import needs_emulator, needs_nvrtc
 
 import jax_tilekern as jtk
 
@@ -192,7 +192,7 @@ def eight_schools():
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+@needs_emulator
 def test_nuts_of_numpyro_is_vmap(tmp_path):
     chain = eight_schools()
     traced = {"chain": jax.make_jaxpr(jtk.kernel(chain))(KEYS)}

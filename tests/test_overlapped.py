@@ -17,7 +17,7 @@ from jax._src.lib import xla_client
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
-from nvrtc_mark import needs_nvrtc
+from nvrtc_mark import needs_emulator, needs_nvrtc
 from sharded import bytes_sent, collectives, devices
 
 import jax_tilekern as jtk
@@ -548,7 +548,7 @@ def run_launches(plan, recorded, launches, buffers, out):
 
 
 @needs_nvrtc
-@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="no C++ compiler")
+@needs_emulator
 def test_emulated_gather(plans, rng):
     plan, recorded = plans
     x, w = (rng.integers(-1, 2, s).astype(BFLOAT16) for s in ((256, 64), (64, 128)))
@@ -565,7 +565,7 @@ def test_emulated_gather(plans, rng):
 
 
 @needs_nvrtc
-@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="no C++ compiler")
+@needs_emulator
 def test_emulated_scatter(plans, rng):
     plan, recorded = plans
     x, w = (rng.integers(-1, 2, s).astype(BFLOAT16) for s in ((256, 128), (128, 64)))

@@ -12,7 +12,7 @@ from emulated_gpu import emulated_gpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import F8E4, F8E5
-from nvrtc_mark import needs_nvrtc
+from nvrtc_mark import needs_emulator, needs_nvrtc
 from sharded import bytes_sent, devices
 
 import jax_tilekern as jtk
@@ -251,7 +251,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@needs_emulator
 @pytest.mark.parametrize(("of", "dtype", "block", "power_of_two", "both", "shape"), KERNELS)
 @pytest.mark.one_in(4)
 def test_bits_of_the_kernel(rng, of, dtype, block, power_of_two, both, shape):

@@ -9,7 +9,7 @@ from emulated_gpu import emulated_gpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import F8E5
-from nvrtc_mark import needs_nvrtc
+from nvrtc_mark import needs_emulator, needs_nvrtc
 from products import BF16, E4M3, F16, F32, H100, product_of, row_major
 from scaled_products import scales, values
 from sharded import bytes_sent, devices
@@ -20,8 +20,6 @@ from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.ops.products.fused_lowering import epilogue_of
 from jax_tilekern.plans.gemm.problem import Product, Scales
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
-
-emulated = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 
 
 def relu(y, bias):
@@ -176,7 +174,7 @@ HOW = [
 ]
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
 @pytest.mark.parametrize(
     ("shape", "dtype", "batch"),
@@ -191,7 +189,7 @@ def test_bits_of_the_kernel(rng, shape, dtype, batch, how):
     assert [plan.name.partition(" ")[0] for plan in ran] == ["wgmma_matmul"]
 
 
-@emulated
+@needs_emulator
 def test_bits_of_the_kernels_of_pairs_and_of_scaled_products(rng):
     # Products are exact in 16 bits, to which one of a gated layer's is rounded on a CPU.
     x, w = (jnp.asarray(rng.integers(-1, 2, shape), BF16) for shape in ((140, 72), (72, 264)))
@@ -218,7 +216,7 @@ def test_bits_of_the_kernels_of_pairs_and_of_scaled_products(rng):
     assert_same_bits(of_scaled, jtk.quantize(y))
 
 
-@emulated
+@needs_emulator
 @pytest.mark.thorough
 def test_the_next_product_reads_scales_where_they_lie(rng):
     """Batches are rows of both products, and nothing is transposed between them."""

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from numerics import F8E4, F8E5, UNIT_ROUNDOFF
-from nvrtc_mark import needs_nvrtc
+from nvrtc_mark import needs_emulator, needs_nvrtc
 from products import BF16, E4M3, E5M2, F32, H100, row_major
 from scaled_products import TENSOR_CORES, dequantized, product_bounds, scales, values
 from sharded import bytes_sent, collectives, devices
@@ -181,8 +181,6 @@ def test_split_contractions_need_out_sharding(rng, out):
 
 # -- The kernels, emulated -------------------------------------------------------------------------
 
-emulated = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
-
 
 def product(m, n, k, of_lhs, of_rhs, out, batch=()):
     """A product whose scales have blocks of so many rows; those of rhs have columns adjacent."""
@@ -221,7 +219,7 @@ HOW = [
 ]
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
 @pytest.mark.parametrize(("of_lhs", "of_rhs", "out", "m", "n", "k", "tile", "splits"), KERNELS)
 @pytest.mark.one_in(35)
@@ -245,7 +243,7 @@ def test_emulated_kernels(rng, of_lhs, of_rhs, out, m, n, k, tile, splits, how):
     check(got, *operands, left, right)
 
 
-@emulated
+@needs_emulator
 @pytest.mark.thorough
 def test_calls_state_their_product(rng):
     """Scales of columns are copied where they are not adjacent or unaligned; batches are rows."""
@@ -296,7 +294,7 @@ def test_scales_of_rows_that_lie_apart_are_copied_first():
     assert not _copied_first(64, 7168, 16384)  # a tile has few rows
 
 
-@emulated
+@needs_emulator
 def test_copied_scales(rng, monkeypatch):
     monkeypatch.setattr(select, "_L1_BYTES", 0)
     monkeypatch.setattr(select, "_SCATTERED_ROWS", 1e9)
@@ -428,7 +426,7 @@ def test_operands_are_checked(rng):
 # -- The kernels, emulated -------------------------------------------------------------------------
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
 @pytest.mark.parametrize("of_rhs", [None, (136, 4)], ids=["128x128", "1x128"])
 @pytest.mark.one_in(6)
@@ -439,7 +437,7 @@ def test_one_kernel_computes_both(rng, of_rhs, how):
     assert [plan.name for plan in ran] == ["scaled_wgmma_matmul fp8"]
 
 
-@emulated
+@needs_emulator
 @pytest.mark.thorough
 def test_other_orders_and_results(rng):
     """Scales of columns that are transposed first, odd sizes, results of rows, split-K."""

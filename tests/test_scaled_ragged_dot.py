@@ -9,6 +9,7 @@ from emulated_gpu import SMALL_H100, emulated_gpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import F8E4, F8E5
+from nvrtc_mark import needs_emulator
 from products import BF16, E4M3, E5M2, F32
 from ragged import spans
 from scaled_products import TENSOR_CORES, dequantized, product_bounds, scales, values
@@ -181,8 +182,6 @@ def test_devices_share_the_work(rng, name, axes):
 
 # -- The kernels, emulated -------------------------------------------------------------------------
 
-emulated = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
-
 
 def stated(m, n, k, groups, out, by_row=True, block=128):
     """A product whose lhs has scales of rows, which are adjacent, or one for each 128 of k."""
@@ -217,7 +216,7 @@ HOW = [
 ]
 
 
-@emulated
+@needs_emulator
 @pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
 @pytest.mark.parametrize(("out", "sizes", "m", "n", "k", "tile", "by_row"), dict.fromkeys(BY_ROW))
 @pytest.mark.one_in(45)
@@ -239,7 +238,7 @@ def test_emulated_kernels(rng, out, sizes, m, n, k, tile, by_row, how):
     check(got, *arrays[:2], np.array(sizes), *arrays[2:], tensor_cores=False)
 
 
-@emulated
+@needs_emulator
 @pytest.mark.thorough
 def test_calls_state_their_product(rng):
     """Scales of rows are transposed where they are not adjacent; batches have groups."""
@@ -261,7 +260,7 @@ def test_calls_state_their_product(rng):
     assert len(ran) == 3
 
 
-@emulated
+@needs_emulator
 @pytest.mark.thorough
 def test_without_a_kernel_operands_are_dequantised(rng):
     """Rows of 130 bytes have no tensor map."""
@@ -272,7 +271,7 @@ def test_without_a_kernel_operands_are_dequantised(rng):
     assert not any("scaled" in plan.name for plan in ran)
 
 
-@emulated
+@needs_emulator
 @pytest.mark.thorough
 @pytest.mark.parametrize(("n", "k"), [(24, 256), (27, 256), (27, 128)])
 def test_scales_of_columns_are_copied_where_they_are_not_adjacent(rng, n, k):
