@@ -139,14 +139,11 @@ def build(requests, *options):
     source = requests[0].source
     texts = {**headers_of(source.text, source.headers).texts, "source.cuh": source.text}
     names = [request.name for request in requests]
-    arch = int(re.sub(r"\D", "", requests[0].arch)) * 10
     cases = "".join(
         f"    case {i}: return launch_with(&{name}, grid, block, cluster, shared, bytes);\n"
         for i, name in enumerate(names)
     )
-    main = f"""#define EMULATED_ARCH {arch}
-#include "main.h"
-#include "source.cuh"
+    main = f"""#include "source.cuh"
 
 int main(int, char** arguments) {{
   using emulation::Dim3, emulation::launch_with;
@@ -157,10 +154,9 @@ int main(int, char** arguments) {{
   }});
 }}
 """
-    digest = hashlib.sha256(repr((SALT, main, sorted(texts.items()), options)).encode())
-    for path in (Path(__file__), *sorted(EMULATOR.iterdir())):
-        digest.update(path.read_bytes())
-    folder = Path(tempfile.gettempdir()) / "jax_tilekern_emulated" / digest.hexdigest()[:24]
+    arch = int(re.sub(r"\D", "", requests[0].arch)) * 10
+    emulator = f'#define EMULATED_ARCH {arch}\n#include "main.h"\n'
+    folder = _folder(emulator, main, sorted(texts.items()), options)
     program = folder / "program"
     if program.exists():
         return program
@@ -169,19 +165,47 @@ int main(int, char** arguments) {{
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(as_cpp(text))
     (folder / "main.cc").write_text(main)
-    part = folder / f"part{os.getpid()}"
+    included = ["-include", _precompiled(emulator, options), f"-I{folder / 'include'}"]
+    try:
+        _compile(folder / "main.cc", program, *included, *options)
+    except RuntimeError as error:
+        raise RuntimeError(f"{names}: {error}") from None
+    return program
+
+
+def _folder(*content):
+    """The folder of what is compiled of a content by the emulator as it is."""
+    digest = hashlib.sha256(repr((SALT, *content)).encode())
+    for path in (Path(__file__), *sorted(EMULATOR.iterdir())):
+        digest.update(path.read_bytes())
+    return Path(tempfile.gettempdir()) / "jax_tilekern_emulated" / digest.hexdigest()[:24]
+
+
+def _precompiled(text, options):
+    """Return a header of the emulator beside which g++ finds it compiled."""
+    folder = _folder(text, options)
+    header, compiled = folder / "emulator.h", folder / "emulator.h.gch"
+    if not compiled.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"header{os.getpid()}"
+        part.write_text(text)
+        part.rename(header)
+        _compile(header, compiled, "-x", "c++-header", *options)
+    return header
+
+
+def _compile(source, result, *options):
+    part = result.with_name(f"part{os.getpid()}")
     command = [
-        COMPILER, "-std=c++20", "-O1", "-w", "-no-pie", "-fno-strict-aliasing",
-        f"-I{folder / 'include'}", f"-I{EMULATOR}", *options,
+        COMPILER, "-std=c++20", "-O1", "-w", "-no-pie", "-fno-strict-aliasing", f"-I{EMULATOR}",
         # Fortified functions end a program that jumps from one stack to another.
-        "-U_FORTIFY_SOURCE", folder / "main.cc", "-o", part,
+        "-U_FORTIFY_SOURCE", *options, source, "-o", part,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"{names}: {done.stderr[:6000]}")
-    # Another process may build the same program.
-    part.rename(program)
-    return program
+        raise RuntimeError(done.stderr[:6000])
+    # Another process may build the same.
+    part.rename(result)
 
 
 def run_plan(
