@@ -3,6 +3,7 @@
 import datetime
 import gc
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import settings
+from nvrtc_mark import needs_emulator
 from selection import is_in_sample, is_selected
 
 settings.register_profile("default", deadline=None, max_examples=10, derandomize=True)
@@ -88,6 +90,13 @@ def pytest_addoption(parser):
         metavar="N",
         help="with -m '': run one in N of the tests that the default selection leaves out",
     )
+    parser.addoption(
+        "--emulated",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run one in N of the tests that emulate kernels, which are alike under every Python",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -95,12 +104,15 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if not is_selected(item):
             item.add_marker("thorough")
-    seed, count = (config.getoption(name) for name in ("seed", "thorough"))
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("thorough") and not is_in_sample(item.nodeid, seed, count)
-    ]
+    seed, thorough, emulated = map(config.getoption, ("seed", "thorough", "emulated"))
+
+    def is_left_out(item):
+        is_thorough = item.get_closest_marker("thorough")
+        is_emulated = needs_emulator.mark in item.iter_markers("skipif")
+        counts = (thorough if is_thorough else 1, emulated if is_emulated else 1)
+        return not is_in_sample(item.nodeid, seed, math.prod(counts))
+
+    left_out = [item for item in items if is_left_out(item)]
     if left_out:
         of_sample = set(items).difference(left_out)
         items[:] = [item for item in items if item in of_sample]

@@ -8,7 +8,8 @@ written next to the test, and neither is random:
   and with n of the size of the smallest of three lists so is each pair of values.
 - ``covering(cases, features)`` selects a case that has a feature which no earlier case has.
 
-``--thorough N`` draws one in N of those that both leave out, by ``--seed``.
+``--thorough N`` draws one in N of those that both leave out, by ``--seed``, and ``--emulated N``
+one in N of those that emulate kernels.
 """
 
 import operator
