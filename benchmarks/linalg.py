@@ -114,7 +114,9 @@ def _cases(arguments: argparse.Namespace) -> Iterator[_Case]:
 def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
     for dtype, case in itertools.product(arguments.types, _cases(arguments)):
         name, n, count, columns = case
-        size = "one large matrix" if count == 1 else f"{count:,} small matrices"
+        size = f"{count:,} small matrices"
+        if count == 1:
+            size = "one large matrix" if arguments.large else "one small matrix"
         yield Program(
             f"{name} {count} of {n}{f', {columns} columns' if columns else ''}, {dtype}",
             functools.partial(_operands, case, dtype),

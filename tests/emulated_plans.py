@@ -209,13 +209,14 @@ def _compile(source, result, *options):
 
 
 def run_plan(
-    plan, recorded, operands, results, *, aliases=None, late=(), backwards=False, options=(),
-    requests=(),
+    plan, recorded, operands, results, *, aliases=None, late=(), backwards=False, held=0,
+    options=(), requests=(),
 ):  # fmt: skip
     """Run a launch plan on arrays; return its results, arrays of these shapes and types.
 
     ``aliases`` has operands whose buffers are those of results. ``late`` has "reads", or "writes",
-    or both: asynchronous operations that take place when they are waited for (threads.h).
+    or both: asynchronous operations that take place when they are waited for (threads.h). ``held``
+    is a seed of random choices of warps that wait while others go on.
     ``requests`` has further kernels of the same texts, which are in one program with the plan's.
     """
     poison = [np.full(size, 0xA5, np.uint8) for size in plan.workspace_bytes]
@@ -231,7 +232,7 @@ def run_plan(
     with tempfile.TemporaryDirectory() as folder:
         for i, buffer in enumerate(buffers):
             (Path(folder) / str(i)).write_bytes(buffer.tobytes())
-        numbers = ["reads" in late, "writes" in late, backwards]
+        numbers = ["reads" in late, "writes" in late, backwards, held]
         numbers = [*map(int, numbers), folder, *_counted(b.nbytes for b in buffers)]
         own = [_request(recorded, launch) for launch in plan.launches]
         # Generated kernels of different texts have the same names, so each text is a program.

@@ -99,7 +99,11 @@ CALLS = {
         {"bias": RNG.standard_normal((2, 1, 200, 136)).astype(F16), "score_mod": table},
     ),
 }  # fmt: skip
-MODES = {"late": {"late": ("reads", "writes")}, "backwards": {"backwards": True}}
+MODES = {
+    "late": {"late": ("reads", "writes")},
+    "backwards": {"backwards": True},
+    "held": {"late": ("writes",), "held": int(RNG.integers(1, 2**31))},
+}
 # Calls and modes of the emulator. A CTA of the lengths has queries that see no key.
 DEFAULT = {
     ("plain", None),
@@ -108,6 +112,7 @@ DEFAULT = {
     ("bounded", "late"),
     ("lengths", "late"),
     ("staged bias", "late"),
+    ("staged bias", "held"),
 }
 CASES = [
     pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.thorough)

@@ -36,7 +36,7 @@ TOLERANCES = {
 }  # fmt: skip
 
 
-HOWS = [{}, {"late": ["reads"], "backwards": True}, {"late": ["writes"]}]
+HOWS = [{}, {"late": ["reads"], "backwards": True}, {"late": ["writes"], "held": 4}]
 
 
 def values(generator, shape, dtype):

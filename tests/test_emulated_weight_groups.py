@@ -108,7 +108,7 @@ def test_a_cta_has_several_tiles(name):
 @pytest.mark.parametrize("name", ["empty groups", "zeros", "many rows"])
 @pytest.mark.one_in(3)
 def test_asynchronous_copies_are_waited_for(rng, name, late):
-    check(rng, *CALLS[name], ONE_SM, late=late)
+    check(rng, *CALLS[name], ONE_SM, late=late, held=int(rng.integers(1, 2**31)))
 
 
 @pytest.mark.parametrize("m", [8, 512, 1024, 2048, 16384])

@@ -1,5 +1,6 @@
 """Kernels of products with weights of 4 and 8 bits, emulated on a CPU."""
 
+import dataclasses
 import itertools
 
 import emulated_plans
@@ -118,6 +119,16 @@ def test_values(rng, name):
 @pytest.mark.one_in(6)
 def test_asynchronous_copies_are_waited_for(rng, name, late):
     check(rng, CALLS[name], late=late)
+
+
+# Consumers that alternate k-tiles, and those that share them.
+@pytest.mark.parametrize("m", [4, 40])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.one_in(4)
+def test_no_warp_relies_on_the_turns_of_others(rng, m, bits):
+    problem = WeightOnlyProduct(m, 64, 2048 * 8 // bits, bits, 128, BF16, BF16)
+    for seed in rng.integers(1, 2**31, 4).tolist():
+        check(rng, problem, dataclasses.replace(H100, sm_count=1), late=("writes",), held=seed)
 
 
 @pytest.mark.parametrize("m", [1, 16, 32, 64, 128])

@@ -26,7 +26,7 @@ BOUNDS = {
     "gaps": [7, 90, 90, 91, 222],
     "none": [150] * 5,
 }
-HOWS = [{}, {"late": ["reads"], "backwards": True}, {"late": ["writes"]}]
+HOWS = [{}, {"late": ["reads"], "backwards": True}, {"late": ["writes"], "held": 4}]
 ROWS, N, K, GROUPS = 300, 328, 200, 4
 
 

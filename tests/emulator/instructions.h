@@ -453,6 +453,7 @@ struct Ptx {
     } else if constexpr (has("mbarrier.arrive")) {
       update(OP(0), 1, 0);
     } else if constexpr (has("mbarrier.try_wait")) {
+      if (held != 0) let_others();
       while (!test_wait(OP(0), OP(1))) yield();
     } else if constexpr (has("st.async")) {
       const uint32_t words[] = {OP(3), OP(4), OP(5), OP(6)};

@@ -1,5 +1,5 @@
 // Runs a launch plan that tests/emulated_plans.py describes in a file of numbers:
-//   late_reads late_writes backwards folder; sizes of buffers; and for each launch the kernel's
+//   late_reads late_writes backwards held folder; sizes of buffers; and for each launch the kernel's
 //   number, grid, block, cluster, shared memory, repeats, and parameters.
 // Buffers are read from files `0`, `1`, ... of the folder, and written back.
 #pragma once
@@ -79,6 +79,7 @@ int run_plan(const char* path, const LaunchKernel& launch_kernel) {
   late_reads = plan.number();
   late_writes = plan.number();
   backwards = plan.number();
+  held = plan.number();
   std::string folder;
   plan.in >> folder;
   std::vector<int64_t> sizes = plan.numbers();

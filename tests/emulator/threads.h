@@ -18,6 +18,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -39,6 +40,9 @@ struct Dim3 {
 inline bool late_reads, late_writes;
 // The order in which threads get their turns: forwards or backwards.
 inline bool backwards;
+// Unless zero, the seed of random choices of warps that get no turns for some time, while others
+// make progress.
+inline std::uint32_t held;
 
 // What a number of threads wait for.
 struct Barrier {
@@ -155,6 +159,12 @@ inline void yield() {
   if (_setjmp(running->context) == 0) _longjmp(scheduler, 1);
 }
 
+// Gives others their turns before an instruction.
+inline void let_others() {
+  progress = true;
+  yield();
+}
+
 inline void wait(Barrier& barrier) {
   const long generation = barrier.generation;
   progress = true;
@@ -199,6 +209,44 @@ inline void run_thread() {
   yield();
 }
 
+// Warps that get no turns.
+class HeldWarps {
+ public:
+  // None if the seed is zero.
+  HeldWarps(std::uint32_t seed, std::size_t ctas) : random_(seed), rounds_(seed ? 32 * ctas : 0) {}
+
+  bool contain(const Thread& thread) const {
+    return !rounds_.empty() && rounds_[place(thread)] > 0;
+  }
+  // Holds others back. Without progress it lets all go, and returns whether there were any.
+  bool next_round(bool progress) {
+    bool any = false;
+    for (std::size_t i = 0; i < rounds_.size(); ++i) {
+      any |= rounds_[i] > 0;
+      if (!progress) {
+        rounds_[i] = 0;
+      } else if (rounds_[i] > 0) {
+        --rounds_[i];
+      } else if (random_() % kOneIn == 0) {
+        // A warp, or those of its warpgroup from it on.
+        const std::size_t end = random_() % 4 == 0 ? i + 1 : (i / 4 + 1) * 4;
+        std::fill(rounds_.begin() + i, rounds_.begin() + end, random_() % kMostRounds);
+      }
+    }
+    return any && !progress;
+  }
+
+ private:
+  static constexpr int kOneIn = 512, kMostRounds = 1024;
+  static std::size_t place(const Thread& thread) {
+    return 32 * thread.cta->rank + thread.index / 32;
+  }
+
+  std::minstd_rand random_;
+  // For how many rounds each warp of each CTA is held.
+  std::vector<int> rounds_;
+};
+
 inline void run_cluster(Dim3 first) {
   const int threads = block.size();
   for (Cta& one : ctas) {
@@ -222,6 +270,7 @@ inline void run_cluster(Dim3 first) {
     }
   }
   const int count = threads * static_cast<int>(ctas.size());
+  HeldWarps held_warps(held, ctas.size());
   int idle = 0;
   for (bool any = true; any;) {
     any = progress = false;
@@ -230,8 +279,9 @@ inline void run_cluster(Dim3 first) {
       Thread& thread = ctas[turn / threads].threads[turn % threads];
       if (thread.ended) continue;
       any = true;
-      resume(thread);
+      if (!held_warps.contain(thread)) resume(thread);
     }
+    if (held_warps.next_round(progress)) continue;
     idle = progress ? 0 : idle + 1;
     if (any && idle > 3) {
       for (Cta& one : ctas) {

@@ -16,8 +16,6 @@ namespace tilekern {
 inline constexpr int kSegmentThreads = 256;
 // CTAs of an SM: more of them hide more of the latency than more loads of a thread do.
 inline constexpr int kSegmentCtas = 4;
-// Bins without edges whose rows are stored together.
-inline constexpr uint32 kEmptyBins = 4;
 
 // Compile-time choices; `SortedSegments` in `plans/segments/sorted_segments.py` makes them.
 struct SegmentConfig {
@@ -101,11 +99,6 @@ struct SegmentOfBin {
             min_of(bins_of_batch - 2, max_of(in_batch, 1u) - 1)) {}
 
   bool is_stored() const { return in_batch != 0 && in_batch != period - 1; }
-  // Goes on by bins of which each is stored.
-  void skip(uint32 bins) {
-    row += bins;
-    in_batch += bins;
-  }
   void next() {
     row += is_stored();
     in_batch = in_batch + 1 == period ? 0 : in_batch + 1;
@@ -141,28 +134,8 @@ __global__ void __launch_bounds__(kSegmentThreads, kSegmentCtas)
   bool is_head = bin < shape.bins && static_cast<uint32>(bounds[bin]) < edge;
   uint32 next = bin < shape.bins ? bounds[bin + 1] : shape.edges;
 
-  // Stores rows of bins that have no edges, several at a time, while no edge is reduced.
-  const auto end_empty_bins = [&](uint32 at) {
-    const uint32 stop = min_of(end.bin, bin + (shape.period - 1 - segment.in_batch));
-    const uint32 first = bin;
-    Out* row = out + segment.row * shape.columns + column;
-    while (bin + kEmptyBins <= stop && at >= static_cast<uint32>(bounds[bin + kEmptyBins])) {
-#pragma unroll
-      for (uint32 i = 0; i < kEmptyBins; ++i) {
-        store_values(row, part.values);
-        row += shape.columns;
-      }
-      bin += kEmptyBins;
-    }
-    segment.skip(bin - first);
-    next = bin < shape.bins ? bounds[bin + 1] : shape.edges;
-  };
   const auto end_bins = [&](uint32 at) {
     while (bin < end.bin && at >= next) {
-      if (!is_begun && !is_head && segment.is_stored()) {
-        end_empty_bins(at);
-        if (bin >= end.bin || at < next) return;
-      }
       if (is_head) {
         store_values(heads + worker * shape.columns + column, part.values);
         is_head = false;

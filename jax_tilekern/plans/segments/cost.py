@@ -18,8 +18,8 @@ from jax_tilekern.plans.segments.sorted_segments import SortedSegments
 _SCANNED, _FEW, _SORTED = 6.0, 12.0, 15.0
 # A sort: its launches, the launches of each digit after the first, and a million keys of a digit.
 _SORT, _DIGIT, _MILLION_KEYS = 9.0, 9.0, 30.0
-# A million warps that end a bin with edges, or one without, and a million CTAs that scan edges.
-_MILLION_BINS, _MILLION_EMPTY_BINS, _MILLION_CTAS = 117.0, 25.0, 1140.0
+# A million bins of a warp, whose rows it stores, and a million CTAs that scan edges.
+_MILLION_BINS, _MILLION_CTAS = 117.0, 1140.0
 # XLA's scatter: its launch, the time of a million memory sectors that rows of atomic additions
 # touch, of a million atomic operations that are no additions of float32, and of each atomic
 # operation on the same address. Operations of 8 and 16 bits, and products of floats, are loops of
@@ -41,8 +41,7 @@ def kernel_microseconds(kernel: ScannedSegments | FewSegments | SortedSegments, 
     if isinstance(kernel, FewSegments):
         return _FEW + memory
     warps = r.tiles * r.lanes / WARP / 1e6
-    ended, empty = min(r.edges, r.bins), max(0, r.bins - r.edges)
-    bins = warps * (ended * _MILLION_BINS + empty * _MILLION_EMPTY_BINS) * of_sms
+    bins = warps * r.bins * _MILLION_BINS * of_sms
     memory = max(memory, bins)
     if not r.ordered:
         return _SORTED + memory
