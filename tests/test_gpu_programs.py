@@ -300,6 +300,25 @@ def test_products_of_the_same_rows_read_what_the_first_one_gathers(partitioned_a
         assert program.as_text().count(OVERLAPPED) == 1
 
 
+def test_a_product_with_an_epilogue_reads_rows_that_another_one_gathers(partitioned_anew):
+    partitioned_anew.setattr(overlap, "why_no_exchange", lambda: "")
+    mesh, rows, columns = mesh_of((2,), ("x",)), P("x"), P(None, "x")
+
+    def layer(x, gate, up, down):
+        sharding = NamedSharding(mesh, columns)
+        hidden = jax.lax.with_sharding_constraint(jtk.matmul(x, gate), sharding)
+        gated = jtk.matmul(
+            x, up, epilogue=lambda y, gate: y * jax.nn.silu(gate), operands=(hidden,)
+        )
+        return jtk.matmul(jax.lax.with_sharding_constraint(gated, sharding), down)
+
+    avals = array(8192, 4096), array(4096, 8192), array(4096, 8192), array(8192, 4096)
+    specs = (rows, columns, columns, rows)
+    program = compiled(layer, *avals, mesh=mesh, specs=specs, out=rows)
+    assert collectives(program) == []
+    assert program.as_text().count(OVERLAPPED) == 2
+
+
 OVERLAPPED = 'custom_call_target="jax_tilekern_cuda_launch_overlapped"'
 SCHEMES = {
     "tensor": ((2,), (P("m"), P(None, "m"), P("m")), P(None, "m"), []),

@@ -315,6 +315,14 @@ def test_large_products_overlap(two, policy):
 
 
 @needs_nvrtc
+def test_scatters_to_several_devices_send_whole_terms(two):
+    axes = (AxisType.Auto,)
+    four = jax.make_mesh((4,), ("x",), axis_types=axes, devices=devices()[:4])
+    (call,) = explained(four, jtk.matmul_reduce_scatter, SCATTER, policy="kernels")
+    assert "terms scattered over x in 1 part meanwhile" in call.reason
+
+
+@needs_nvrtc
 def test_the_first_of_several_matrices_overlaps(two):
     def function(x, w, axis):
         return sum(jtk.all_gather_matmul(x, [w, w], axis))

@@ -254,7 +254,7 @@ def _answer(
         rule, mesh, specs[:n], specs[n:], nbytes[:n], nbytes[n:], sharing.readers[:n] or [1] * n,
         lambda partition: sum(x.bytes_sent for x, _ in exchange_of(partition)),
     )  # fmt: skip
-    partition, given_specs, places = taking(partition, specs[:n], sharing)
+    partition, given_specs, places = taking(partition, specs, sharing)
     described = ", ".join(
         [partition.described(), *(f"operand {i} as another call gathers it" for i in places)]
     )

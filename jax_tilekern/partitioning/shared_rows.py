@@ -2,9 +2,10 @@
 
 Products of the same rows, such as gate and up, and the gradients of their weights, which contract
 the rows, need them gathered once. So the first product *gives* the operand that has the rows, as
-devices have it then, in a further result. Later calls *take* it as a further operand. In their
-sharding rules this array is whole, so that XLA propagates nothing through it. A call that does not
-gather the rows reads its own operand, and then XLA gathers nothing for the further one.
+devices have it then, in a further result. Later calls, with an epilogue or without, *take* it as a
+further operand. In their sharding rules this array is whole, so that XLA propagates nothing through
+it. A call that does not gather the rows reads its own operand, and then XLA gathers nothing for the
+further one.
 """
 
 from __future__ import annotations
@@ -22,13 +23,9 @@ from jax_tilekern.partitioning.sharing import Sharing
 from jax_tilekern.plans import overlap
 
 
-def _is_product(rule: ShardingRule) -> bool:
-    return len(rule.operands) == 2 and len(rule.results) == 1 and rule.epilogue_from is None
-
-
 def rows_operand(rule: ShardingRule) -> int | None:
     """Return the operand of a product whose first dimension is that of the result, if one is."""
-    if not _is_product(rule):
+    if len(rule.operands) != 2 or len(rule.results) != 1 or rule.epilogue_from is not None:
         return None
     (dims,) = rule.results
     found = [i for i, x in enumerate(rule.operands) if dims[:1] and x[:1] == dims[:1] != (None,)]
@@ -40,15 +37,24 @@ def taking(
 ) -> tuple[Partition, list[Spec], dict[int, int]]:
     """Return the partition of a call that takes operands, their specs, and where it reads them.
 
-    ``have`` has the present specs of the call's own operands. What the call is given takes the
-    place of an operand whose rows devices gather, and which is left as it is then.
+    ``have`` has the present specs of the call's own operands, and the wanted ones of its results.
+    What the call is given takes the place of an operand whose rows devices gather, and which is
+    left as it is then.
     """
-    operands, given, places = list(partition.operands), list[Spec](), dict[int, int]()
+    rule, operands = partition.rule, list(partition.operands)
+    arrays = list(zip([*rule.operands, *rule.results], have, strict=True))
+    given, places = list[Spec](), dict[int, int]()
     for i in sharing.takes:
-        x = operands[i]
-        given.append(((),) * len(x.spec))
-        if [(step.kind, step.source) for step in x.steps] == [("all-gather", 0)]:
-            given[-1] = specs_of(have[i], x.steps)[-1]
+        label, steps = rule.operands[i][0], operands[i].steps
+        rows, *columns = specs_of(have[i], steps)[-1]
+        # Where devices keep parts of the rows, those who give have the same if other arrays do.
+        others = [
+            spec[x.index(label)] for x, spec in arrays if label in x and x != rule.operands[i]
+        ]
+        is_gathered = [(step.kind, step.source) for step in steps] == [("all-gather", 0)]
+        given.append(((),) * len(have[i]))
+        if is_gathered and not any(columns) and (not rows or rows in others):
+            given[-1] = (rows, *columns)
             places[i] = len(operands) + len(given) - 1
             operands[i] = ShardedOperand(have[i], (), (), 0.0)
     return dataclasses.replace(partition, operands=tuple(operands)), given, places
@@ -81,10 +87,7 @@ def shared_rows(
         x = operands[operand]
         return overlap.may_exchange(math.prod(x.shape) * x.dtype.itemsize / devices)
 
-    if not _is_product(rule):
+    if len(rule.operands[: rule.epilogue_from]) != 2:
         return None, []
-    rows = rows_operand(rule)
-    with_rows = [
-        i for i, x in enumerate(rule.operands) if i == rows or (x and x[0] in rule.reductions)
-    ]
-    return rows if rows is not None and is_large(rows) else None, [*filter(is_large, with_rows)]
+    large, rows = [*filter(is_large, range(2))], rows_operand(rule)
+    return rows if rows in large else None, large

@@ -87,8 +87,9 @@ def parts_of_rows(
     asked = current_parts()
     if asked == 0:
         return "a collective is asked for"
-    # More parts have fewer tiles each. A gather hides its copies behind the own rows' product.
-    parts = asked or (2 if scatters else 1)
+    # More parts have fewer tiles each. A gather hides its copies behind the own rows' product, and
+    # a scatter to several devices hides each term behind the next one's.
+    parts = asked or (2 if scatters and axis.size == 2 else 1)
     while parts > 1 and rows % parts:
         parts -= 1
     lhs_parts, out_parts = (axis.size * parts, parts) if scatters else (parts, axis.size * parts)
