@@ -126,6 +126,10 @@ def _scattered(sizes: Sequence[Sequence[int]], devices: int, group: str) -> Iter
         )  # fmt: skip
 
 
+def _gated_mlp(matmul: Any, _: Any) -> Callable[..., Any]:
+    return lambda x, gate, up, down: matmul(jax.nn.silu(matmul(x, gate)) * matmul(x, up), down)
+
+
 _TOKENS, _WIDTH, _HIDDEN = 8192, 4096, 14336
 _MLP: Shapes = ((_TOKENS, _WIDTH), (_WIDTH, _HIDDEN), (_HIDDEN, _WIDTH))
 
@@ -187,14 +191,23 @@ def overlapped_programs(mesh: Mesh) -> Iterator[Program]:
         hidden = jax.nn.silu(jtk.all_gather_matmul(x, up, "x"))
         return jtk.matmul_reduce_scatter(hidden, down, "x")
 
-    specs = (_ROWS, _COLUMNS, _ROWS)
-    by_hand: Any = jax.shard_map(along_axis, mesh=mesh, in_specs=specs, out_specs=_ROWS)
-    name = f"{_TOKENS}x{_WIDTH}x{_HIDDEN}"
-    yield Program(name, "MLP, forward", _mlp, _MLP, specs, _ROWS, by_hand=by_hand)
-    yield Program(
-        name, "MLP, forward and backward", lambda *products: _with_gradients(_mlp(*products)),
-        (*_MLP, _MLP[0]), (*specs, _ROWS), (_ROWS, specs), by_hand=_with_gradients(by_hand),
-    )  # fmt: skip
+    def gated_along_axis(x: Any, gate: Any, up: Any, down: Any) -> Any:
+        opened, hidden = jtk.all_gather_matmul(x, [gate, up], "x")
+        return jtk.matmul_reduce_scatter(jax.nn.silu(opened) * hidden, down, "x")
+
+    for group, function, hand, columns in (
+        ("MLP", _mlp, along_axis, 1), ("gated MLP", _gated_mlp, gated_along_axis, 2),
+    ):  # fmt: skip
+        specs = (_ROWS, *columns * (_COLUMNS,), _ROWS)
+        shapes = (_MLP[0], *columns * _MLP[1:2], _MLP[2])
+        by_hand: Any = jax.shard_map(hand, mesh=mesh, in_specs=specs, out_specs=_ROWS)
+        name = f"{_TOKENS}x{_WIDTH}x{_HIDDEN}"
+        yield Program(name, f"{group}, forward", function, shapes, specs, _ROWS, by_hand=by_hand)
+        yield Program(
+            name, f"{group}, forward and backward",
+            lambda *products, function=function: _with_gradients(function(*products)),
+            (*shapes, _MLP[0]), (*specs, _ROWS), (_ROWS, specs), by_hand=_with_gradients(by_hand),
+        )  # fmt: skip
 
 
 # Measurement.
