@@ -47,11 +47,12 @@ inline uint32 and_of(uint32 x, uint32 y, uint32 z) {
   return result;
 }
 
-// The lanes that have the same value of 8 bits.
-inline uint32 lanes_alike(uint32 value) {
-  uint32 of_bits[8];
+// The lanes that have the same digit.
+inline uint32 lanes_alike(uint32 digit) {
+  static_assert(kSortDigitBits == 8);
+  uint32 of_bits[kSortDigitBits];
 #pragma unroll
-  for (int bit = 0; bit < 8; ++bit) of_bits[bit] = lanes_alike_in(value, 1u << bit);
+  for (int bit = 0; bit < kSortDigitBits; ++bit) of_bits[bit] = lanes_alike_in(digit, 1u << bit);
   const uint32 low = and_of(of_bits[0], of_bits[1], of_bits[2]);
   const uint32 middle = and_of(of_bits[3], of_bits[4], of_bits[5]);
   return and_of(low, middle, of_bits[6] & of_bits[7]);
