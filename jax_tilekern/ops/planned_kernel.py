@@ -1,10 +1,12 @@
-"""The plan of one call: a kernel, or the reason why there is none."""
+"""The plan of one call: a kernel, or the reason why there is none; and primitives of kernels."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+
+from jax import Array
 
 from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
 from jax_tilekern.interop import compat, outcomes
@@ -15,7 +17,14 @@ from jax_tilekern.plans.policy import choose, current_policy
 from jax_tilekern.plans.policy.workload import Workload
 from jax_tilekern.plans.tuned import planning_state
 from jax_tilekern.primitives import deferral
-from jax_tilekern.primitives.operation import Fallback, PlannedKernel
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operation,
+    PlannedKernel,
+    Planner,
+    define,
+    no_refusal,
+)
 
 
 def planned_kernel(
@@ -41,6 +50,38 @@ def planned_kernel(
     if isinstance(found, NoKernel):
         return Fallback(found.reason, found.predicted_us)
     return PlannedKernel(found.name, found.reason, found, operands, predicted_us=found.predicted_us)
+
+
+def define_kernel(
+    name: str,
+    reference: Callable[..., Sequence[Array]],
+    plan: Callable[..., PlannedKernel | Fallback],
+    *,
+    describe: Callable[..., str],
+    like_results: Callable[..., Sequence[Array]],
+) -> Callable[..., Any]:
+    """Make the primitive of a kernel that calls of other primitives are lowered to.
+
+    These have been mapped and divided among devices, so it has no rules for either. See
+    :class:`~jax_tilekern.primitives.operation.Operation` for the arguments.
+    """
+
+    def batch(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{name}: calls are mapped before they become those of a kernel")
+
+    return define(
+        Operation(
+            name,
+            reference,
+            batch=batch,
+            sharding_rule=None,
+            # CPUs have no call of it, but for GPUs that tests emulate.
+            planners=dict.fromkeys(("cpu", "cuda"), Planner(no_refusal, plan)),
+            describe=describe,
+            several_results=True,
+            like_results=like_results,
+        )
+    )
 
 
 def chosen_cpu_kernel(workload: Workload, kernel: PlannedKernel) -> PlannedKernel | Fallback:

@@ -29,7 +29,7 @@ from jax_tilekern.ops.attention.call import (
 )
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.ops.attention.tile_map import tile_lists
-from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.planned_kernel import define_kernel, planned_kernel
 from jax_tilekern.plans.attention.problem import STATISTICS_ROWS, Attention
 from jax_tilekern.plans.attention.sm90 import (
     plan_backward,
@@ -37,15 +37,7 @@ from jax_tilekern.plans.attention.sm90 import (
     plan_forward,
     plan_tangent,
 )
-from jax_tilekern.primitives.operation import (
-    Fallback,
-    Operand,
-    Operation,
-    PlannedKernel,
-    Planner,
-    define,
-    no_refusal,
-)
+from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel
 
 Results = Sequence[Array]
 _LOG2_E = np.float32(np.log2(np.e))
@@ -226,20 +218,10 @@ def _behind_bias(
     return [*first, *arrays[:staged], *lists, *arrays[staged:]]
 
 
-def _batch(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError("a call of attention is mapped before it becomes one of a kernel")
-
-
-_bind = define(
-    Operation(
-        "tilekern_attention_kernel",
-        _reference,
-        batch=_batch,
-        sharding_rule=None,
-        # CPUs have no call of it, but for GPUs that tests emulate.
-        planners=dict.fromkeys(("cpu", "cuda"), Planner(no_refusal, _planned)),
-        describe=lambda *, kernel, **_: f"attention {kernel}",
-        several_results=True,
-        like_results=_like_results,
-    )
+_bind = define_kernel(
+    "tilekern_attention_kernel",
+    _reference,
+    _planned,
+    describe=lambda *, kernel, **_: f"attention {kernel}",
+    like_results=_like_results,
 )

@@ -14,7 +14,7 @@ from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop.originals import jnp
-from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.planned_kernel import define_kernel, planned_kernel
 from jax_tilekern.ops.products.contraction import masked_product
 from jax_tilekern.ops.products.fused_lowering import epilogue_of
 from jax_tilekern.ops.products.scaled_operands import block_of_scales, dequantized
@@ -30,15 +30,7 @@ from jax_tilekern.plans.gemm.sm90.weight_only import (
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.policy.choice import PolicyChoice
 from jax_tilekern.plans.quantize import BLOCK, INTEGERS
-from jax_tilekern.primitives.operation import (
-    Fallback,
-    Operand,
-    Operation,
-    PlannedKernel,
-    Planner,
-    define,
-    no_refusal,
-)
+from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel
 
 _INT4, _INT8 = INTEGERS
 
@@ -263,20 +255,10 @@ def _strides(problem: WeightOnlyProduct, dims: Sequence[int]) -> tuple[int, ...]
     return tuple(math.prod(sizes[j] for j in dims if j > i) if i in dims else 0 for i in _ELEMENTS)
 
 
-def _batch(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError("a product with weights is mapped before it becomes one of a kernel")
-
-
-_bind = define(
-    Operation(
-        "tilekern_weight_kernel",
-        _reference,
-        batch=_batch,
-        sharding_rule=None,
-        # CPUs have no call of it, but for GPUs that tests emulate.
-        planners=dict.fromkeys(("cpu", "cuda"), Planner(no_refusal, _planned)),
-        describe=lambda *, problem, **_: f"matmul by int{problem.bits}",
-        several_results=True,
-        like_results=_like_results,
-    )
+_bind = define_kernel(
+    "tilekern_weight_kernel",
+    _reference,
+    _planned,
+    describe=lambda *, problem, **_: f"matmul by int{problem.bits}",
+    like_results=_like_results,
 )
