@@ -202,10 +202,11 @@ def test_gradients_of_overlapped_products(rng, mesh, name):
 def test_gradients_of_a_layer_gather_rows_once(rng, mesh):
     """Products of the same rows, and gradients of weights, read what one product gathers."""
 
-    def layer(matmul):
+    def layer(matmul, by_columns):
         def run(x, gate, up, down, cotangent):
             def forward(x, gate, up, down):
-                return matmul(jnp.tanh(matmul(x, gate)) * matmul(x, up), down)
+                opened, hidden = by_columns(matmul(x, gate)), by_columns(matmul(x, up))
+                return matmul(jnp.tanh(opened) * hidden, down)
 
             y, transpose = jax.vjp(forward, x, gate, up, down)
             return y, transpose(cotangent)
@@ -220,15 +221,18 @@ def test_gradients_of_a_layer_gather_rows_once(rng, mesh):
     out = jax.tree.map(
         lambda s: NamedSharding(mesh, s), (rows, specs[:4]), is_leaf=lambda x: isinstance(x, P)
     )
+    split = NamedSharding(mesh, columns)
+    ours = layer(jtk.matmul, lambda x: jax.lax.with_sharding_constraint(x, split))
     with in_parts(2):
-        compiled = jax.jit(layer(jtk.matmul), out_shardings=out).lower(*args).compile()
+        compiled = jax.jit(ours, out_shardings=out).lower(*args).compile()
     assert not collectives(compiled)
     assert compiled.as_text().count(f'custom_call_target="{OVERLAPPED}"') == 5
     found = [jax.tree.map(np.asarray, compiled(*args)) for _ in range(3)]
     for again in found[1:]:
         jax.tree.map(np.testing.assert_array_equal, found[0], again)
     with jax.default_device(jax.devices("cpu")[0]):
-        wanted = layer(jnp.matmul)(*(np.asarray(x, np.float32) for x in args))
+        theirs = layer(jnp.matmul, lambda x: x)
+        wanted = theirs(*(np.asarray(x, np.float32) for x in args))
     for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(wanted), strict=True):
         # Each of at most four roundings to bfloat16 adds half a unit in the last place.
         error = np.linalg.norm(np.asarray(x, np.float32) - y) / np.linalg.norm(y)
