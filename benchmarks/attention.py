@@ -177,9 +177,9 @@ def _of_bias(name: str, sizes: Sizes, peer_of: Function, peer: str) -> Iterator[
 
 
 def _of_numbers(
-    sizes: Sizes, slopes: Any, learned: Any, named: Callable[[str, Sizes], str]
+    sizes: Sizes, slopes: Any, learned: Any, table: Any, named: Callable[[str, Sizes], str]
 ) -> Iterator[Program]:
-    """Yield gradients by arrays that scores read by the head, against those without them."""
+    """Yield gradients by arrays that scores read, against those without them."""
 
     def operands(x: Any) -> Sequence[Any]:
         query, key, value, cotangent = _operands(sizes)
@@ -189,6 +189,7 @@ def _of_numbers(
         ("slopes", slopes, lambda x, s, b, h, q, k: s - x[h] * (q - k)),
         ("a temperature", learned, lambda x, s, b, h, q, k: s * x[h]),
         ("a cap", learned, lambda x, s, b, h, q, k: _CAP * x[h] * jnp.tanh(s / (_CAP * x[h]))),
+        ("a table", table, lambda x, s, b, h, q, k: s + x[h, jnp.clip(q - k, 0, 31)]),
     ):
 
         def attention(query: Any, key: Any, value: Any, x: Any, function: Any = function) -> Any:
@@ -240,7 +241,7 @@ def _functions(
             "plain": functools.partial(jtk.attention, **plain),
         }
         yield program(named(name, sizes), first, sides)
-    yield from _of_numbers(sizes, slopes, learned, named)
+    yield from _of_numbers(sizes, slopes, learned, table, named)
     packed = sizes[0] // 2 or 1, 2 * length, *sizes[2:]
     documents = jnp.repeat(documents, 2)
     sides = {

@@ -63,6 +63,14 @@ def of_table(x, table):
     return jax.vjp(value, table)[1](x)
 
 
+def of_rows(x, rows):
+    def value(rows):
+        score_mod = lambda s, b, h, q, k: s + rows[h, q // 2]  # noqa: E731
+        return jtk.attention(x, x, x, score_mod=score_mod)
+
+    return jax.vjp(value, rows)[1](x)
+
+
 def by_eigenvalues(score, b, h, q, k):
     return score + jnp.linalg.eigh(jnp.eye(40))[0][0]
 
@@ -108,7 +116,10 @@ CALLS = {
     ],
     "functions that": values(attend, X, X, X, options=[{"score_mod": by_eigenvalues}]),
     "gradients by arrays": [(of_slopes, (X, jax.ShapeDtypeStruct((HEADS,), F32)))],
-    "gradients by other arrays": [(of_table, (X, jax.ShapeDtypeStruct((HEADS, 10), F32)))],
+    "gradients by tables": [
+        (of_table, (X, jax.ShapeDtypeStruct((HEADS, 10), dtype))) for dtype in (F32, BF16)
+    ],
+    "gradients by other arrays": [(of_rows, (X, jax.ShapeDtypeStruct((HEADS, 99), F32)))],
 }
 GPUS = {1: ["H200"], 2: ["sm_80", "sm_89", "sm_100"], 3: ["sm_75"]}
 # The pass that a line is about: the derivative, not the value that it needs.
@@ -116,6 +127,7 @@ LAST = (
     "`jax.jvp` |",
     "129 to 256 features: gradient",
     "gradients by arrays",
+    "gradients by tables",
     "gradients by other arrays",
 )
 

@@ -18,7 +18,7 @@ from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.ops.attention import kernel_lowering
 from jax_tilekern.ops.attention.index_functions import traced
-from jax_tilekern.ops.attention.score_numbers import score_numbers
+from jax_tilekern.ops.attention.score_numbers import Sizes, score_numbers
 from jax_tilekern.ops.attention.score_text import score_text
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.plans.attention import problem as problems
@@ -273,21 +273,94 @@ def test_gradients_by_arrays_of_the_batch_and_heads(name, is_compiled, monkeypat
     assert max(relative_errors(found[1:], expected)) <= 3 * float(jnp.finfo(BF16).eps) / 2
 
 
+# Score functions of an array that they read by the difference of query and key, its type, a mode,
+# and options.
+DIFFERENCES = {
+    "table": (
+        lambda s, b, h, q, k, x: s + x[h, jnp.clip(q - k, 0, 31)], np.float32, "late",
+        {"is_causal": True},
+    ),
+    "of the batch": (
+        lambda s, b, h, q, k, x: s * (1 + jnp.sin(x[b, jnp.abs(k - q) // 8])), np.float32,
+        "backwards", {"key_value_seq_lengths": np.array([70, 0]), "local_window_size": (30, 90)},
+    ),
+    "buckets": (
+        lambda s, b, h, q, k, x: 20 * jnp.tanh((s + x[1, (q - k) % 20]) / 20), BF16, None, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 @pytest.mark.parametrize(
-    ("function", "numbers"),
+    "name", [pytest.param(x, marks=[pytest.mark.thorough] * (x == "buckets")) for x in DIFFERENCES]
+)
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_gradients_by_arrays_of_differences(name, is_compiled, monkeypatch):
+    if not is_compiled:
+        monkeypatch.setattr(kernel_lowering, "planned_kernel", lambda *_: Fallback("no compiler"))
+    else:
+        monkeypatch.setattr(kernel_lowering.blocks, "backward", None)
+    # Several chunks of differences.
+    monkeypatch.setattr("jax_tilekern.ops.attention.score_numbers._MOST_ELEMENTS", 100 * TABLE.size)
+    function, table_dtype, mode, options = DIFFERENCES[name]
+    shapes = (2, 150, 2, 64), (2, 240, 1, 64), (2, 240, 1, 72), (2, 150, 2, 72)
+    *operands, d_out = (draw(*x, dtype=BF16) for x in shapes)
+    d_residual = draw(2, 150, 2, dtype=np.float32)
+
+    def of(m):
+        def gradients(x, query, key, value, d_out, d_residual):
+            def attention(x, query, key, value):
+                score_mod = lambda *scalars: function(*scalars, x)  # noqa: E731
+                return m.attention(
+                    query, key, value, score_mod=score_mod, return_residual=True, **options
+                )
+
+            (_, residual), back = jax.vjp(attention, x, query, key, value)
+            cotangent = jnp.where(jnp.isneginf(residual), 0, d_residual)
+            return back((d_out, cotangent.astype(residual.dtype)))
+
+        return gradients
+
+    given = jnp.asarray(TABLE, table_dtype), *operands, d_out, d_residual
+    with emulated_gpu(dataclasses.replace(H100, sm_count=2), **MODES.get(mode, {})) as ran:
+        found = jax.tree.map(np.asarray, jax.jit(of(jtk))(*given))
+    assert ("attention_gradient" in [plan.name.split()[0] for plan in ran]) == is_compiled
+    with jax.enable_x64(True):
+        expected = jax.jit(of(ORACLES))(*(np.asarray(x, np.float64) for x in given))
+    # The result of attention, of which the kernel reads a sum, is rounded.
+    assert max(relative_errors(found, expected)) <= 3 * float(jnp.finfo(BF16).eps) / 2
+
+
+# Score functions, how many numbers they read, and whether by the difference of query and key.
+@pytest.mark.parametrize(
+    ("function", "covered"),
     [
-        (lambda s, x, b, h, q, k: s - x[0, h] * (q - k) + x[b, 0] * jnp.sin(s), 2),
-        (lambda s, x, b, h, q, k: s * jnp.tanh(x).sum(), 1),
-        (lambda s, x, b, h, q, k: s + x[0, jnp.clip(q - k, 0, 1)], None),
+        (lambda s, x, b, h, q, k: s - x[0, h] * (q - k) + x[b, 0] * jnp.sin(s), (2, False)),
+        (lambda s, x, b, h, q, k: s * jnp.tanh(x).sum(), (1, False)),
+        (lambda s, x, b, h, q, k: s * (h + 1) - x[0, h] * (q + k), (1, False)),
+        (lambda s, x, b, h, q, k: s + x[0, jnp.clip(q - k, 0, 1)], (1, True)),
+        (lambda s, x, b, h, q, k: s * x[b, h] + x[0, jnp.abs(k - q) % 2], None),
+        (lambda s, x, b, h, q, k: s + x[0, jnp.clip(q - 2 * k, 0, 1)], None),
         (lambda s, x, b, h, q, k: x[b, h], None),
-        (lambda s, x, b, h, q, k: sum((s**i * x[i // 2, i % 2] ** i for i in range(7)), s), None),
+        (lambda s, x, b, h, q, k: x[b, k - q], None),
+        (lambda s, x, *_: sum((s**i * x[i // 2, i % 2] ** i for i in range(7)), s), None),
     ],
 )
-def test_numbers_of_a_batch_and_head(function, numbers):
+def test_numbers_of_a_score(function, covered):
     x = jnp.ones((4, 2))
     score, arrays = traced(lambda s, *i: function(s, x, *i), "score_mod", np.dtype(np.float32))
-    found = score_numbers(Scores(1.0, score_mod=score), arrays, (0,), (4, 2))
-    assert (None if found is None else len(found.numbers)) == numbers
+    scores = Scores(1.0, score_mod=score)
+    found = score_numbers(scores, arrays, (0,), Sizes(4, 2, 8, 8))
+    assert (None if found is None else (len(found.numbers), found.axes.difference)) == covered
+    if found is None:
+        return
+    # The score of the numbers is the score.
+    s, *indices = np.float32(0.5), *(np.int32(i) for i in (1, 1, 3, 2))
+    given = found.values(*indices, *arrays)
+    assert found.score(given, s, *indices, *arrays) == function(s, x, *indices)
+    # Gradients by each difference of many would take long.
+    many = Sizes(4, 2, 2**27, 2**27)
+    assert (score_numbers(scores, arrays, (0,), many) is None) == found.axes.difference
 
 
 @needs_emulator

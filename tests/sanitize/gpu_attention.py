@@ -23,12 +23,17 @@ def slopes(x: Any, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return s - x[h] * (q - k)
 
 
+def alternating(x: Any, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s + x[(q - k) % 2]
+
+
 # Sizes of (batch, queries, keys, heads, key heads, features, value features), the shape of a bias,
 # and options.
 CALLS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
     ((2, 300, 500, 2, 1, 64, 72), (), {}),
     ((2, 300, 504, 2, 1, 128, 128), (1, 2, 300, 504), {}),
     ((1, 500, 500, 2, 2, 128, 128), (1, 1, 1, 500), {"score_mod": slopes, "is_causal": True}),
+    ((2, 300, 500, 2, 1, 64, 72), (), {"score_mod": alternating}),
 ]
 
 

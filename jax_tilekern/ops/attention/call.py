@@ -15,7 +15,7 @@ from jax import Array
 
 from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.attention.score_numbers import ScoreNumbers, score_numbers
+from jax_tilekern.ops.attention.score_numbers import ScoreNumbers, Sizes, score_numbers
 from jax_tilekern.ops.attention.score_text import score_text
 from jax_tilekern.ops.attention.scores import Scores, visible_jaxpr
 from jax_tilekern.ops.attention.tile_map import tile_kinds
@@ -61,6 +61,12 @@ class Call:
         dots = dict(zip(self.wanted, self.operands[5:], strict=False))
         operands = (*self.operands[:5], *(dots[i] for i in wanted), *self.arrays)
         return dataclasses.replace(self, operands=operands, wanted=wanted)
+
+    @property
+    def lengths(self) -> Sizes:
+        """The dimensions of the scores."""
+        query, key = self.operands[:2]
+        return Sizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
 
     @property
     def sizes(self) -> Attention:
@@ -207,22 +213,24 @@ def gradients_of(call: Call) -> Gradients:
 
 
 def _by_numbers(call: Call) -> tuple[tuple[int, ...], ScoreNumbers | None]:
-    found = tuple(i for i in call.wanted if i not in OF_PRODUCTS and numbers_of(call, (i,)))
-    numbers = numbers_of(call, found)
-    if numbers is not None:
-        try:
-            problem_of(dataclasses.replace(call, wanted=(*OF_PRODUCTS, *found)))
-            return found, numbers
-        except Untranslatable:
-            pass
+    single = {i: numbers_of(call, (i,)) for i in call.wanted if i not in OF_PRODUCTS}
+    found = {i: x for i, x in single.items() if x is not None}
+    for wanted in (tuple(found), tuple(i for i, x in found.items() if not x.axes.difference)):
+        numbers = numbers_of(call, wanted)
+        if numbers is not None:
+            try:
+                problem_of(dataclasses.replace(call, wanted=(*OF_PRODUCTS, *wanted)))
+                return wanted, numbers
+            except Untranslatable:
+                pass
     return (), None
 
 
 def numbers_of(call: Call, wanted: tuple[int, ...]) -> ScoreNumbers | None:
     """Return the numbers that a score reads of those of the arrays that are ``wanted``."""
-    scores, query = call.scores, call.operands[0]
+    scores = call.scores
     first = 3 + scores.kinds.count("bias")
     moving = [i - first for i in wanted if i not in OF_PRODUCTS]
     if not all(0 <= i < scores.score_arrays + 3 - first for i in moving) or not moving:
         return None
-    return score_numbers(scores, call.arrays, moving, (query.shape[0], query.shape[2]))
+    return score_numbers(scores, call.arrays, moving, call.lengths)

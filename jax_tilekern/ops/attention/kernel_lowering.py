@@ -27,6 +27,7 @@ from jax_tilekern.ops.attention.call import (
     problem_of,
     tile_kinds_of,
 )
+from jax_tilekern.ops.attention.differences import as_parts, sum_of_parts
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.ops.attention.tile_map import tile_lists
 from jax_tilekern.ops.planned_kernel import define_kernel, planned_kernel
@@ -63,8 +64,14 @@ def _gradients(call: Call) -> Results:
         wanted = (*OF_PRODUCTS, *of_arrays.by_numbers)
         results = _bound(dataclasses.replace(call, wanted=wanted))
         found |= zip(OF_PRODUCTS, results, strict=False)
-        if of_arrays.numbers is not None:
-            results = of_arrays.numbers.gradients(results[3].sum(2), call.scores, call.arrays)
+        if (numbers := of_arrays.numbers) is not None:
+            sizes = call.lengths
+            of_numbers = (
+                sum_of_parts(results[3], sizes.queries, sizes.keys)
+                if numbers.axes.difference
+                else results[3].sum(2)
+            )
+            results = numbers.gradients(of_numbers, call.scores, call.arrays, sizes)
             found |= zip(of_arrays.by_numbers, results, strict=True)
     if of_arrays.by_bias_kernel:
         found[BIAS] = bias_gradient(call)
@@ -151,13 +158,14 @@ def _reference(
         return blocks.tangent(*call.operands, scores=scores, wanted=wanted)
     like = _like_results(*operands, kernel=kernel, scores=scores, wanted=wanted, own=own)[-1]
     given = call.operands
-    if kernel == "backward" and (numbers := numbers_of(call, wanted)):
-        query = given[0]
-        sizes = query.shape[0], query.shape[2]
-        scores, arrays, position = numbers.as_array(scores, call.arrays, sizes)
+    numbers = numbers_of(call, wanted) if kernel == "backward" else None
+    if numbers is not None:
+        scores, arrays, position = numbers.as_array(scores, call.arrays, call.lengths)
         given, wanted = (*given[:7], *arrays), (*OF_PRODUCTS, 3 + position)
     *results, last = blocks.backward(*given, scores=scores, wanted=wanted)
-    # A result that has parts has all of the gradient in the first.
+    if numbers is not None and numbers.axes.difference:
+        last = as_parts(last, like.shape, call.lengths.queries, call.lengths.keys)
+    # Any other result that has parts has all of the gradient in the first.
     if last.ndim < like.ndim:
         last = last[:, :, None]
     padding = [(0, y - x) for x, y in zip(last.shape, like.shape, strict=True)]

@@ -1,8 +1,9 @@
-"""Gradients by arrays that a score reads by indices of the batch and the head alone.
+"""Gradients by arrays that a score reads by the batch, the head, or how far a key is from a query.
 
 Such a score is a function of numbers of each element of the batch and head: a slope, a temperature,
-a gate. A kernel adds up the gradients by these numbers, and the transpose of the function from the
-arrays to the numbers gives those by the arrays.
+a gate. Or it is one of a number of each difference of query and key, too: what a table of relative
+positions has. A kernel adds up the gradients by these numbers, and the transpose of the function
+from the arrays to the numbers gives those by the arrays.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,8 +34,31 @@ from jax_tilekern.ops.attention.scores import (
 _MOST_NUMBERS = 4
 # Elements of an array's gradients by each element of the batch and head.
 _MOST_ELEMENTS = 1 << 22
+# Those by each difference, of which chunks of as many as above are in memory.
+_MOST_ELEMENTS_BY_DIFFERENCE = 1 << 30
 _F32 = np.dtype(np.float32)
 _SCALARS = 5
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call, or of a device's part."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+
+    def differences(self) -> Array:
+        """Return the differences of query and key, from the lowest."""
+        return jnp.arange(1 - self.keys, max(self.queries, 1 - self.keys), dtype=np.int32)
+
+
+class Axes(NamedTuple):
+    """Whether numbers depend on the element of the batch, the head, and the difference."""
+
+    batch: bool
+    head: bool
+    difference: bool  # of the indices of query and key
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,19 +67,21 @@ class ScoreNumbers:
 
     function: IndexFunction
     moving: tuple[int, ...]  # positions of the arrays that the gradients are by
-    numbers: tuple[Any, ...]  # variables that depend on them, but on no score, query or key
+    numbers: tuple[Any, ...]  # variables that depend on them, but on no score
     of_numbers: frozenset[int]  # equations before them, by their position
-    axes: tuple[bool, bool]  # whether the numbers depend on the element of the batch, and the head
+    axes: Axes
 
-    def values(self, b: Any, h: Any, *arrays: Any) -> list[Any]:
-        """Return the numbers of an element of the batch and a head, of the whole call."""
-        return self._evaluated([None, b, h, None, None, *arrays], {}, self.of_numbers, self.numbers)
+    def values(self, b: Any, h: Any, q: Any, k: Any, *arrays: Any) -> list[Any]:
+        """Return the numbers at indices of the whole call, of which ``q - k`` matters alone."""
+        return self._evaluated([None, b, h, q, k, *arrays], {}, self.of_numbers, self.numbers)
 
     def score(self, numbers: Sequence[Any], *operands: Any) -> Any:
         """Return the score of numbers, and of the operands of ``score_mod``."""
         jaxpr = self.function.jaxpr.jaxpr
-        others = frozenset(range(len(jaxpr.eqns))) - self.of_numbers
         known = dict(zip(self.numbers, numbers, strict=True))
+        others = frozenset(
+            i for i, eqn in enumerate(jaxpr.eqns) if known.keys().isdisjoint(eqn.outvars)
+        )
         return self._evaluated(operands, known, others, jaxpr.outvars)[0]
 
     def _evaluated(
@@ -81,8 +107,7 @@ class ScoreNumbers:
         """Return the score with its derivatives by the product and by the numbers, as a jaxpr."""
 
         def derivatives(scores: Scores, own: Any, s: Any, place: Element) -> list[Any]:
-            b, h, *_ = of_whole(own.origins, *place)
-            given = [s, *self.values(b, h, *own.of_score)]
+            given = [s, *self.values(*of_whole(own.origins, *place), *own.of_score)]
 
             def along(i: int) -> list[Any]:
                 def of_one(x: Any) -> Any:
@@ -97,29 +122,46 @@ class ScoreNumbers:
 
         return score_as_jaxpr(derivatives, scores, _F32, arrays)
 
+    def _over_indices(
+        self, own: Any, sizes: Sizes, axes: Axes, differences: Array
+    ) -> Callable[..., list[Array]]:
+        """Return the numbers as arrays ``(batch, heads, differences)``; axes that are not are 1."""
+        batch, heads = (
+            jnp.arange(size if has_axis else 1, dtype=np.int32)
+            for size, has_axis in zip(sizes[:2], axes[:2], strict=True)
+        )
+        indices = of_whole(own.origins, batch, heads, differences, np.int32(0))
+        values: Callable[..., Any] = self.values
+        for axis in (2, 1, 0):
+            mapped = [0 if i == axis else None for i in range(4)]
+            values = jax.vmap(values, (*mapped, *[None] * len(own.of_score)))
+        return functools.partial(values, *indices)
+
     def as_array(
-        self, scores: Scores, arrays: Sequence[Array], sizes: tuple[int, int]
+        self, scores: Scores, arrays: Sequence[Array], sizes: Sizes
     ) -> tuple[Scores, list[Array], int]:
         """Return a call whose ``score_mod`` reads the numbers as an array.
 
-        It is of shape ``(batch, heads, numbers)``; with its position among the arrays.
+        It is of shape ``(batch, heads, numbers)``, or ``(batch, heads, differences)`` of the one
+        number; with its position among the arrays.
         """
         own = scores.by_use(arrays)
         origins = jnp.zeros(3, np.int32) if own.origins is None else own.origins
-        of_heads = jax.vmap(self.values, (None, 0, *[None] * len(own.of_score)))
-        of_all = jax.vmap(of_heads, (0, None, *[None] * len(own.of_score)))
-        b, h = (jnp.arange(n, dtype=np.int32) + origins[i] for i, n in enumerate(sizes))
-        shape = (*sizes, 1)
-        numbers = [
-            jnp.broadcast_to(x.astype(_F32).reshape(*x.shape, *[1] * (3 - x.ndim)), shape)
-            for x in of_all(b, h, *own.of_score)
-        ]
-        read = [*own.of_score, jnp.concatenate(numbers, -1), origins]
+        by_difference = self.axes.difference
+        differences = sizes.differences() if by_difference else jnp.zeros(1, np.int32)
+        axes = Axes(True, True, by_difference)
+        numbers = self._over_indices(own, sizes, axes, differences)(*own.of_score)
+        array = jnp.concatenate(
+            [jnp.broadcast_to(x.astype(_F32), (*sizes[:2], x.shape[2])) for x in numbers], -1
+        )
+        read = [*own.of_score, array, origins]
 
         def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any, *read: Any) -> Any:
             *others, array, first = read
             found = array[b - first[0], h - first[1]]
-            given = [found[i].astype(x.aval.dtype) for i, x in enumerate(self.numbers)]
+            # The lowest difference is the first one.
+            position = q - first[2] - k + (sizes.keys - 1) if by_difference else 0
+            given = [found[position + i].astype(x.aval.dtype) for i, x in enumerate(self.numbers)]
             return self.score(given, s, b, h, q, k, *others)
 
         avals = [*self.function.jaxpr.in_avals[:_SCALARS], *map(jax.typeof, read)]
@@ -130,22 +172,23 @@ class ScoreNumbers:
             given.append(own.origins)
         return scores, given, scores.score_arrays - 2
 
-    def gradients(self, of_numbers: Array, scores: Scores, arrays: Sequence[Array]) -> list[Array]:
-        """Return those by the moving arrays, from those by the numbers ``(batch, heads, number)``.
+    def gradients(
+        self, of_numbers: Array, scores: Scores, arrays: Sequence[Array], sizes: Sizes
+    ) -> list[Array]:
+        """Return those by the moving arrays, from those by the numbers as in ``as_array``.
 
-        Those of each element of the batch and head are added in their order.
+        Those of each element of the batch and head, or of each difference, are added in their
+        order.
         """
         own = scores.by_use(arrays)
-        summed = tuple(i for i, has_axis in enumerate(self.axes) if not has_axis)
+        summed = tuple(i for i, has_axis in enumerate(self.axes[:2]) if not has_axis)
         of_numbers = of_numbers.sum(summed, keepdims=True)
+        if self.axes.difference:
+            return self._gradients_by_differences(of_numbers, own, sizes)
 
         def pulled(b: Any, h: Any, cotangents: Array) -> list[Array]:
-            def values(*moving: Array) -> list[Array]:
-                given = dict(zip(self.moving, moving, strict=True))
-                return self.values(b, h, *(given.get(i, x) for i, x in enumerate(own.of_score)))
-
-            found, pull = jax.vjp(values, *(own.of_score[i] for i in self.moving))
-            return [*pull([x.astype(y.dtype) for x, y in zip(cotangents, found, strict=True)])]
+            index = np.int32(0)
+            return self._pulled(own, functools.partial(self.values, b, h, index, index), cotangents)
 
         over_heads = jax.vmap(pulled, (None, 0, 0))
         indices = [jnp.arange(n, dtype=np.int32) for n in of_numbers.shape[:2]]
@@ -155,15 +198,64 @@ class ScoreNumbers:
             x.astype(jnp.promote_types(x.dtype, _F32)).sum((0, 1)).astype(x.dtype) for x in parts
         ]
 
+    def _gradients_by_differences(self, of_numbers: Array, own: Any, sizes: Sizes) -> list[Array]:
+        """Return gradients that are sums over chunks of differences, whose arrays are in memory."""
+        moving = [own.of_score[i] for i in self.moving]
+        count = of_numbers.shape[2]
+        chunk = max(1, min(count, _MOST_ELEMENTS // max(1, *(x.size for x in moving))))
+        steps = math.ceil(count / chunk)
+
+        def in_chunks(x: Array) -> Array:
+            x = jnp.pad(x, [(0, steps * chunk - count), *[(0, 0)] * (x.ndim - 1)])
+            return x.reshape(steps, chunk, *x.shape[1:])
+
+        def pulled(difference: Array, cotangent: Array) -> list[Array]:
+            numbers = self._over_indices(own, sizes, self.axes, difference[None])
+            return self._pulled(own, numbers, [cotangent])
+
+        def add(sums: list[Array], part: tuple[Array, Array]) -> tuple[list[Array], None]:
+            found = jax.vmap(pulled)(*part)
+            return [x + y.astype(x.dtype).sum(0) for x, y in zip(sums, found, strict=True)], None
+
+        parts = in_chunks(sizes.differences()), in_chunks(jnp.moveaxis(of_numbers, 2, 0)[..., None])
+        zeros = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, _F32)) for x in moving]
+        sums, _ = jax.lax.scan(add, zeros, parts)
+        return [x.astype(y.dtype) for x, y in zip(sums, moving, strict=True)]
+
+    def _pulled(
+        self, own: Any, numbers: Callable[..., Any], cotangents: Sequence[Array] | Array
+    ) -> list[Array]:
+        """Return the gradients by the moving arrays, of numbers as a function of all arrays."""
+
+        def of_moving(*moving: Array) -> list[Array]:
+            given = dict(zip(self.moving, moving, strict=True))
+            values: list[Array] = numbers(*(given.get(i, x) for i, x in enumerate(own.of_score)))
+            return values
+
+        found, pull = jax.vjp(of_moving, *(own.of_score[i] for i in self.moving))
+        return [*pull([x.astype(y.dtype) for x, y in zip(cotangents, found, strict=True)])]
+
 
 def score_numbers(
-    scores: Scores, arrays: Sequence[Any], moving: Sequence[int], sizes: tuple[int, int]
+    scores: Scores, arrays: Sequence[Any], moving: Sequence[int], sizes: Sizes
 ) -> ScoreNumbers | None:
     """Return the numbers that ``score_mod`` reads of its arrays ``moving``.
 
-    ``None`` if it reads them by other indices, or as too many numbers. ``sizes`` are those of the
-    batch and of the heads.
+    ``None`` if it reads them by other indices, or as too many numbers.
     """
+    of_score = [scores.by_use(arrays).of_score[i] for i in moving]
+    if (found := _numbers(scores, moving, by_difference=False)) is not None:
+        parts = math.prod(n for n, has_axis in zip(sizes, found.axes, strict=False) if has_axis)
+        if parts * max(x.size for x in of_score) <= _MOST_ELEMENTS:
+            return found
+    if (found := _numbers(scores, moving, by_difference=True)) is not None:
+        parts = sizes.queries + sizes.keys
+        if parts * max(x.size for x in of_score) <= _MOST_ELEMENTS_BY_DIFFERENCE:
+            return found
+    return None
+
+
+def _numbers(scores: Scores, moving: Sequence[int], *, by_difference: bool) -> ScoreNumbers | None:
     function = scores.score_mod
     if function is None:
         return None
@@ -176,6 +268,8 @@ def score_numbers(
     for i, eqn in enumerate(jaxpr.eqns):
         given = [x for x in eqn.invars if not compat.is_literal(x)]
         found = set().union(*(depends.get(x, set()) for x in given))
+        if by_difference and eqn.primitive.name == "sub" and {*given} == {q, k}:
+            found = {"difference"}
         depends |= dict.fromkeys(eqn.outvars, found)
         if "score" in found:
             on_each = [(x, depends.get(x, set())) for x in given]
@@ -183,15 +277,12 @@ def score_numbers(
         else:
             of_numbers.add(i)
     on = set().union(*(depends[x] for x in numbers))
-    axes = "batch" in on, "head" in on
-    of_score = scores.by_use(arrays).of_score
-    parts = math.prod(n for n, has_axis in zip(sizes, axes, strict=True) if has_axis)
     is_covered = (
         "score" in depends.get(jaxpr.outvars[0], set())
-        and 0 < len(numbers) <= _MOST_NUMBERS
+        and 0 < len(numbers) <= (1 if by_difference else _MOST_NUMBERS)
         and all(x.aval.shape == () and jnp.issubdtype(x.aval.dtype, jnp.floating) for x in numbers)
-        and parts * max(of_score[i].size for i in moving) <= _MOST_ELEMENTS
     )
     if not is_covered:
         return None
+    axes = Axes("batch" in on, "head" in on, "difference" in on)
     return ScoreNumbers(function, tuple(moving), tuple(numbers), frozenset(of_numbers), axes)

@@ -71,6 +71,7 @@ def score_text(
     visible = visible_jaxpr(scores, arrays)
     of_score, of_slope = _Written([], ["s"]), _Written([], ["s", "1"])
     count = len(numbers.numbers) if numbers else 0
+    by_difference = numbers is not None and numbers.axes.difference
     of_mask = _Written([], ["true"])
     # Gradients by arrays are sums of terms that cancel.
     has_arrays = "of_score" in scores.kinds
@@ -102,13 +103,14 @@ def score_text(
         pointers="".join(f"  {kind} {name};\n" for kind, name in zip(pointers, names, strict=True)),
         score=of_score.body("return {};"),
         numbers=count,
+        by_difference=_flag(by_difference),
         derivative=of_slope.body(
             "score = {}; slope = {};" + "".join(f" partials[{i}] = {{}};" for i in range(count))
         ),
         visible=of_mask.body("return {};"),
     )
     has = score is not None, visible is not None
-    return ScoreText(text, tuple(pointers), *has, numbers=count)
+    return ScoreText(text, tuple(pointers), *has, numbers=count, by_difference=by_difference)
 
 
 def _staged(arrays: Sequence[Buffer]) -> str:
@@ -173,6 +175,7 @@ namespace tilekern {{
 struct Functions {{
   static constexpr bool kScore = {has_score}, kMask = {has_mask}, kReads = {reads};
   static constexpr int kNumbers = {numbers};
+  static constexpr bool kByDifference = {by_difference};
   static constexpr float kInner = {inner}, kOuter = {outer}, kSlope = {slope};
   static constexpr bool kIsUpToOne = {is_up_to_one};
 {pointers}

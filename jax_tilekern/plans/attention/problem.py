@@ -16,7 +16,7 @@ CHUNK = 64  # features of a row of 128 bytes
 ITEM_BYTES = 2
 # Rows of statistics are padded to whole tiles of the kernel that reads them by tiles.
 STATISTICS_ROWS = 64
-_ROWS = 64  # rows of a consumer warpgroup
+ROWS = 64  # rows of a consumer warpgroup
 _WARP_ROWS = 16
 # The parts of a bias's gradient are in memory, of which the lengths take no product.
 _MOST_CHUNKS = 16
@@ -36,6 +36,7 @@ class ScoreText:
     has_score: bool
     has_mask: bool
     numbers: int = 0  # numbers of a batch and head that gradients are by
+    by_difference: bool = False  # whether there is one of each difference of query and key, too
 
 
 NO_FUNCTIONS = ScoreText("", (), has_score=False, has_mask=False)
@@ -99,10 +100,17 @@ class Attention:
         return Tiles(queries=128, keys=64 if has_functions else 128, stages=3)
 
     def numbers_shape(self) -> tuple[int, int, int, int]:
-        """Return the shape of gradients by numbers of the score: a part for 16 queries each."""
+        """Return the shape of gradients by numbers of the score: a part for 16 queries each.
+
+        Those by differences of query and key are a part for 64 queries each, from the lowest
+        difference on.
+        """
         tiles = self.tiles("backward_queries").queries
-        parts = math.ceil(self.queries / tiles) * tiles // _WARP_ROWS
-        return self.batch, self.heads, parts, self.functions.numbers
+        rows = math.ceil(self.queries / tiles) * tiles
+        if self.functions.by_difference:
+            keys = math.ceil(self.keys / ROWS) * ROWS
+            return self.batch, self.heads, rows // ROWS, keys + ROWS
+        return self.batch, self.heads, rows // _WARP_ROWS, self.functions.numbers
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,7 @@ def refusal(problem: Attention, gpu: Gpu) -> str:
         return f"kernels of attention have up to {4 * CHUNK} features, not {most}"
     if problem.heads > MAX_GRID[1] or problem.batch > MAX_GRID[2]:
         return f"a launch has at most {MAX_GRID[1]} heads and batches"
-    rows = problem.batch * problem.heads * (max(problem.queries, problem.keys) + 2 * _ROWS)
+    rows = problem.batch * problem.heads * (max(problem.queries, problem.keys) + 2 * ROWS)
     if rows > _MOST_ROWS:
         return f"kernels of attention have at most 2**31 rows of all heads, not {rows}"
     return ""

@@ -20,6 +20,7 @@ from jax_tilekern.compilation.compiler import Kernel, Source, compile_kernels
 from jax_tilekern.plans.attention.problem import (
     CHUNK,
     ITEM_BYTES,
+    ROWS,
     Attention,
     Bias,
     Tiles,
@@ -42,6 +43,7 @@ from jax_tilekern.plans.launch import (
 
 _BARRIERS_BYTES = 256
 _STATISTICS_BYTES = 1024  # of a stage of the kernel of keys
+_DIFFERENCES_BYTES = 20480  # of a consumer of the kernel of queries: difference_sums.cuh
 _TENSOR_MAP_DTYPES: dict[np.dtype[Any], Any] = {BF16: "bfloat16", F16: "float16"}
 
 
@@ -93,7 +95,7 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         parameters=(Buffer(4), d_key, d_value, *buffers.lists[:2], deltas, *sizes),
         staged=(of_keys.keys + of_keys.stages * of_keys.queries) * (features + values),
         biases=of_keys.stages,
-        statistics_bytes=of_keys.stages * _STATISTICS_BYTES,
+        others_bytes=of_keys.stages * _STATISTICS_BYTES,
     )
     queries = _launch(
         problem,
@@ -111,6 +113,9 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         ),
         staged=(of_queries.queries + of_queries.stages * of_queries.keys) * (features + values),
         biases=of_queries.stages,
+        others_bytes=of_queries.queries // ROWS * _DIFFERENCES_BYTES
+        if problem.functions.by_difference
+        else 0,
     )
     return _plan("attention_gradient", problem, gpu, buffers, keys, queries)
 
@@ -210,12 +215,13 @@ def _launch(
     parameters: tuple[Parameter, ...],
     staged: int,
     biases: int = 0,
-    statistics_bytes: int = 0,
+    others_bytes: int = 0,
     template: str = "",
     works: int | None = None,
 ) -> Launch:
     """Return the launch of a kernel that has ``staged`` elements of tiles in shared memory.
 
+    Beside them and their barriers there are ``others_bytes``.
     A kernel that stages tiles of a bias has ``biases`` of them. ``works`` are those of a persistent
     kernel; others have a CTA for each tile.
     """
@@ -264,7 +270,7 @@ def _launch(
         else (min(works, gpu.available_sms), 1, 1),
         block=(2 * tile + 128, 1, 1),
         parameters=(*maps, *parameters, shape, *buffers.arrays),
-        shared_memory_bytes=staged * ITEM_BYTES + statistics_bytes + _BARRIERS_BYTES,
+        shared_memory_bytes=staged * ITEM_BYTES + others_bytes + _BARRIERS_BYTES,
     )
 
 

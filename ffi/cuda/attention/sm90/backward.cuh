@@ -8,13 +8,16 @@
 //
 // A score may be a function of numbers of each batch and head. The kernel of queries adds up their
 // gradients, sum(P * (dP - d) * p) with the derivatives p. The rounding of O in d matters there,
-// since these sums cancel, so it computes rowsum(P * dP) again.
+// since these sums cancel, so it computes rowsum(P * dP) again. Or a score is a function of a
+// number of each batch, head, and difference of query and key, whose gradients are sums for each
+// difference of 64 queries (difference_sums.cuh).
 //
 // `statistics` has, for each head and row up to a whole number of tiles, the logsumexp in base 2
 // (infinity for rows that see no key or are none), behind all of them d less the gradient of the
 // logsumexp, and behind these that gradient.
 #pragma once
 
+#include "attention/sm90/difference_sums.cuh"
 #include "attention/sm90/query_tile.cuh"
 
 namespace tilekern {
@@ -237,6 +240,8 @@ class AttentionBackwardQueries {
   using Values = typename Layout::Values;
   using Tile = QueryTile<T, config, Layout, Functions>;
   static constexpr int kNumbers = Functions::kNumbers;
+  static constexpr bool kByDifference = Functions::kByDifference;
+  static_assert(!kByDifference || (kNumbers == 1 && config.keys == 64));
 
  public:
   AttentionBackwardQueries(const AttentionShape& shape, const Functions& functions,
@@ -262,18 +267,35 @@ class AttentionBackwardQueries {
           }
         },
         [&] {
-          consume();
+          if constexpr (kByDifference) {
+            const int keys = tile_.shape.keys, consumer = tile_.consumer;
+            const int64 strip = head_tile() * Tile::kConsumers + consumer;
+            DifferenceSums differences(
+                tile_.loaded_barrier + kBarrierBytes + consumer * DifferenceSums::kBytes, consumer,
+                d_numbers + strip * DifferenceSums::count(keys), keys);
+            consume(differences);
+            differences.finish();
+          } else {
+            consume(Unused());
+          }
           const AttentionShape& shape = tile_.shape;
           const int64 row = static_cast<int64>(tile_.batch) * shape.queries + tile_.first_query;
           store_rows(d_query + (row * shape.heads + tile_.head) * features,
                      static_cast<int64>(shape.heads) * features, shape.queries - tile_.first_query,
                      features, d_queries_, {shape.scale, shape.scale});
-          if constexpr (kNumbers > 0) store_numbers(d_numbers);
+          if constexpr (kNumbers > 0 && !kByDifference) store_numbers(d_numbers);
         });
   }
 
  private:
-  void consume() {
+  // The number of the tile among those of all heads.
+  int64 head_tile() const {
+    const AttentionShape& shape = tile_.shape;
+    return (static_cast<int64>(tile_.batch) * shape.heads + tile_.head) * shape.tiles + tile_.tile;
+  }
+
+  template <class Differences>
+  void consume(Differences&& differences) {
 #pragma unroll
     for (int i = 0; i < config.features / 2; ++i) d_queries_[i] = 0;
     const int row = 64 * tile_.consumer;
@@ -300,7 +322,13 @@ class AttentionBackwardQueries {
         tile_.weigh(scores, unused, logsumexp, first_key, masked, bias,
                     [&](int j, float weight, const float* partials) {
                       const int r = j >> 1 & 1;
-                      numbers_[r].add(weight, d_weights[j] - delta[r], partials);
+                      const float d_score = d_weights[j] - delta[r];
+                      if constexpr (kByDifference) {
+                        // A derivative may be infinite at keys that have no weight.
+                        differences.set(j, weight == 0 ? 0 : weight * partials[0] * d_score);
+                      } else {
+                        numbers_[r].add(weight, d_score, partials);
+                      }
                     });
       } else {
         tile_.weigh(scores, unused, logsumexp, first_key, masked, bias, Unused());
@@ -314,6 +342,7 @@ class AttentionBackwardQueries {
       warpgroup_arrive();
       multiply_by_positions<T, Keys>(d_queries_, d_scores, keys);
       warpgroup_commit_batch();
+      if constexpr (kByDifference) differences.add(first_key);
       warpgroup_wait<0>();
       warpgroup_fence_operand(d_queries_);
     });
@@ -324,10 +353,7 @@ class AttentionBackwardQueries {
     float d_logsumexp[2];
     tile_.read_rows(d_logsumexp, 2 * deltas_, 0);
     const auto sum = [](float x, float y) { return x + y; };
-    const int64 row =
-        (static_cast<int64>(tile_.batch) * tile_.shape.heads + tile_.head) * tile_.shape.tiles +
-        tile_.tile;
-    d_numbers += (row * 4 * Tile::kConsumers + threadIdx.x / 32) * kNumbers;
+    d_numbers += (head_tile() * 4 * Tile::kConsumers + threadIdx.x / 32) * kNumbers;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       numbers_[r].rest = reduced_over_row(numbers_[r].rest, sum) - d_logsumexp[r];

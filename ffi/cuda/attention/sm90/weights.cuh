@@ -3,6 +3,7 @@
 // `Functions` has besides those of the forward kernel
 //
 //   kNumbers                        numbers of a batch and head that derivatives are wanted by
+//   kByDifference                   whether there is one of each difference of query and key, too
 //   derivative(s, b, h, at, score, slope, partials)
 //                                   the score, and its derivatives by s and by these numbers
 //   kSlope                          what the derivative by s has to be multiplied by
