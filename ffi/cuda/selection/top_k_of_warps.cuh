@@ -32,23 +32,28 @@ inline uint64 warp_max(uint64 value) {
   return static_cast<uint64>(most) << 32 | low;
 }
 
-// Sorts in descending order, by Batcher's odd-even mergesort.
-template <typename Key, int kCount>
-inline void sort_descending(Key (&values)[kCount]) {
+// A step of Batcher's odd-even mergesort and those after it, which merge sorted parts of kWidth. The
+// numbers are constants of a template, since unrolled loops keep comparisons of them.
+template <int kWidth, int kStep, typename Key, int kCount>
+inline void merge_descending(Key (&values)[kCount]) {
 #pragma unroll
-  for (int width = 1; width < kCount; width *= 2) {
-#pragma unroll
-    for (int step = width; step >= 1; step /= 2) {
-#pragma unroll
-      for (int i = 0; i < kCount - step; ++i) {
-        const bool is_compared = i >= step % width && (i - step % width) % (2 * step) < step;
-        if (is_compared && i / (2 * width) == (i + step) / (2 * width)) {
-          const Key a = values[i], b = values[i + step];
-          values[i] = max_of(a, b);
-          values[i + step] = min_of(a, b);
-        }
-      }
+  for (int i = kStep % kWidth; i < kCount - kStep; ++i) {
+    const bool is_compared = (i - kStep % kWidth) % (2 * kStep) < kStep;
+    if (is_compared && i / (2 * kWidth) == (i + kStep) / (2 * kWidth)) {
+      const Key a = values[i], b = values[i + kStep];
+      values[i] = max_of(a, b);
+      values[i + kStep] = min_of(a, b);
     }
+  }
+  if constexpr (kStep > 1) merge_descending<kWidth, kStep / 2>(values);
+}
+
+// Sorts parts of 2 * kWidth in descending order and merges these, where parts of kWidth are sorted.
+template <int kWidth, typename Key, int kCount>
+inline void sort_descending(Key (&values)[kCount]) {
+  if constexpr (kWidth < kCount) {
+    merge_descending<kWidth, kWidth>(values);
+    sort_descending<2 * kWidth>(values);
   }
 }
 
@@ -68,7 +73,7 @@ __global__ void __launch_bounds__(kTopKThreads)
     const uint32 column = i * 32 + lane;
     own[i] = column < columns ? ranked(from[column], column) : 0;
   }
-  sort_descending(own);
+  sort_descending<1>(own);
   // Each lane keeps one of 32 elements that are found, and all lanes write theirs at once.
   Ranked<T> kept = 0;
   for (uint32 i = 0; i < k; ++i) {
