@@ -290,7 +290,7 @@ DIFFERENCES = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@needs_emulator
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.thorough] * (x == "buckets")) for x in DIFFERENCES]
 )
