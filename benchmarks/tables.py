@@ -206,7 +206,7 @@ def start() -> Iterator[str]:
         **{name: _speed(pattern) for name, pattern in _TEXTS["start"]["ratios"].items()},
         **{side: tokens for side, (_, tokens, _) in _mixture().items()},
         **{x: _number(_over_peer(*of)) for x, of in _TEXTS["start"]["rows"].items()},
-        "segments": _mean_and_slower(_select(recorded(), "drawn at random$", "h200").ratio),
+        "segments": _mean_and_slower(_select(drawn(), _TEXTS["start"]["segments"], "h200").ratio),
         "muon_of_two": _mean(_select(recorded(), "^`muon`", "h200x2").ratio),
         "products": _mean_and_slower(_select(drawn(), "^`matmul`", "h100").ratio),
     }
