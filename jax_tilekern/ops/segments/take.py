@@ -257,8 +257,9 @@ def _taken(a: Array, plan: SegmentPlan, fill: bytes) -> Array:
 
 
 def _reference(a: Array, keys: Array, *_: Array, batch: int, segments: int, fill: bytes) -> Array:
-    rows, value = rows_of(keys, segments, batch), np.frombuffer(fill, a.dtype)[0]
-    return gathered_rows(a, rows, batch=batch, fill=value)
+    # Keys of no segment are out of bounds themselves.
+    rows = keys if batch == 1 else rows_of(keys, segments, batch)
+    return gathered_rows(a, rows, batch=batch, fill=np.frombuffer(fill, a.dtype)[0])
 
 
 def _jvp(
