@@ -132,6 +132,8 @@ def _can_be_staged(call: Call) -> bool:
     bias = call.arrays[0]
     if bias.dtype != query.dtype or bias.shape[2:] != (query.shape[1], key.shape[1]):
         return False
+    if call.kind == "backward" and call.sizes.is_widest:
+        return False
     return bool(key.shape[1] * bias.dtype.itemsize % VECTOR_BYTES == 0)
 
 
@@ -233,4 +235,6 @@ def numbers_of(call: Call, wanted: tuple[int, ...]) -> ScoreNumbers | None:
     moving = [i - first for i in wanted if i not in OF_PRODUCTS]
     if not all(0 <= i < scores.score_arrays + 3 - first for i in moving) or not moving:
         return None
-    return score_numbers(scores, call.arrays, moving, call.lengths)
+    found = score_numbers(scores, call.arrays, moving, call.lengths)
+    # Sums by differences are in shared memory.
+    return None if found and found.axes.difference and call.sizes.is_widest else found

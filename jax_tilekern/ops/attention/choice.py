@@ -14,7 +14,7 @@ from jax_tilekern.interop import compat, cudnn
 from jax_tilekern.ops.attention.call import BIAS, Call, gradients_of, problem_of, share_of
 from jax_tilekern.ops.attention.kernel_lowering import bias_gradient, by_kernels
 from jax_tilekern.ops.attention.scores import Scores
-from jax_tilekern.plans.attention.problem import Pass, derivative_refusal, refusal
+from jax_tilekern.plans.attention.problem import Pass, refusal, tangent_refusal
 from jax_tilekern.plans.attention.ways import CUDNN, KERNELS, ways_of, workload_of
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import choose, current_policy, predicted_times
@@ -47,7 +47,7 @@ def planner_of(kind: str) -> Planner:
 def has_kernels(query: Any, key: Any, value: Any) -> bool:
     """Whether kernels compute the value and the gradient of a call without functions."""
     sizes = Call("forward", (query, key, value), Scores(1.0)).sizes
-    return not (refusal(sizes, current_gpu()) or derivative_refusal(sizes))
+    return not refusal(sizes, current_gpu())
 
 
 def _chosen(call: Call, has_lse: bool) -> Outcome:
@@ -84,7 +84,7 @@ def ways_by_key(call: Call, *, has_lse: bool) -> tuple[dict[str, Rewrite], str]:
         problem = problem_of(call)
     except Untranslatable as error:
         return ways, str(error)
-    if call.kind != "forward" and (why := derivative_refusal(problem)):
+    if call.kind == "tangent" and (why := tangent_refusal(problem)):
         return ways, why
     share = share_of(call)
     emptied = f", of which the mask empties {1 - share:.0%}" if share < 1 else ""

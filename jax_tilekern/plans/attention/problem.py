@@ -78,6 +78,16 @@ class Attention:
         return CHUNK * chunks[0], CHUNK * chunks[1]
 
     @property
+    def shares_keys(self) -> bool:
+        """Whether consumers share keys, whose gradients take more registers than one has."""
+        return max(self.padded) > 2 * CHUNK
+
+    @property
+    def is_widest(self) -> bool:
+        """Whether tiles of 64 keys and values leave little shared memory in a gradient."""
+        return sum(self.padded) > 5 * CHUNK
+
+    @property
     def statistics(self) -> int:
         """Elements of an array of statistics."""
         rows = STATISTICS_ROWS * math.ceil(self.queries / STATISTICS_ROWS)
@@ -88,11 +98,13 @@ class Attention:
         if kernel == "forward":
             return Tiles(queries=128, keys=64 if max(self.padded) > 2 * CHUNK else 128)
         if kernel == "backward_keys":
-            return Tiles(queries=64, keys=128)
+            return Tiles(queries=64, keys=64 if self.shares_keys else 128)
         if kernel == "backward_queries":
+            if self.is_widest:
+                return Tiles(queries=128, keys=32)
             # Reads of arrays take registers, and a bias shared memory: 128 keys leave few.
             reads = bool(self.functions.pointers) or self.bias is not None
-            return Tiles(queries=128, keys=64 if reads else 128)
+            return Tiles(queries=128, keys=64 if reads or self.shares_keys else 128)
         if kernel == "tangent":
             return Tiles(queries=128, keys=64)
         # Functions take registers beside three accumulators.
@@ -164,10 +176,10 @@ def refusal(problem: Attention, gpu: Gpu) -> str:
     return ""
 
 
-def derivative_refusal(problem: Attention) -> str:
-    """Return why no kernel covers the derivatives of a call that has a kernel, or nothing."""
+def tangent_refusal(problem: Attention) -> str:
+    """Return why no kernel covers the tangents of a call that has a kernel, or nothing."""
     if max(problem.padded) > 2 * CHUNK:
-        return f"kernels of derivatives of attention have up to {2 * CHUNK} features"
+        return f"kernels of tangents of attention have up to {2 * CHUNK} features"
     return ""
 
 
@@ -175,8 +187,8 @@ def bias_refusal(problem: Attention, bias: Bias) -> str:
     """Return why no kernel covers the gradient of the bias of a call with kernels, or nothing."""
     if bias.dtype not in (F32, BF16, F16):
         return f"kernels of gradients of a bias have no {bias.dtype}"
-    if why := derivative_refusal(problem):
-        return why
+    if max(problem.padded) > 2 * CHUNK:
+        return f"kernels of gradients of a bias have up to {2 * CHUNK} features"
     if bias.shape[3] != problem.keys:
         # Sums over the keys are of derivatives that cancel but for the rounding of the result.
         return "kernels of gradients of a bias have no bias that lacks keys"

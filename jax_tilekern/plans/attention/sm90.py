@@ -25,8 +25,8 @@ from jax_tilekern.plans.attention.problem import (
     Bias,
     Tiles,
     bias_refusal,
-    derivative_refusal,
     refusal,
+    tangent_refusal,
 )
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16
@@ -41,6 +41,7 @@ from jax_tilekern.plans.launch import (
     TensorMap,
 )
 
+_WARPGROUP = 128  # threads
 _BARRIERS_BYTES = 256
 _STATISTICS_BYTES = 1024  # of a stage of the kernel of keys
 _DIFFERENCES_BYTES = 20480  # of a consumer of the kernel of queries: difference_sums.cuh
@@ -77,7 +78,7 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
     Operands are the gradient of out and statistics, with a list of tiles of queries for tiles of
     keys, and one of tiles of keys for tiles of queries.
     """
-    if why := refusal(problem, gpu) or derivative_refusal(problem):
+    if why := refusal(problem, gpu):
         return NoKernel(why)
     features, values = problem.padded
     of_keys, of_queries = (problem.tiles(x) for x in ("backward_keys", "backward_queries"))
@@ -128,7 +129,7 @@ def plan_tangent(
     Operands are out, statistics and the tangents of those of query, key and value that have one,
     with a list of tiles of keys for tiles of queries.
     """
-    if why := refusal(problem, gpu) or derivative_refusal(problem):
+    if why := refusal(problem, gpu) or tangent_refusal(problem):
         return NoKernel(why)
     tiles, (features, values) = problem.tiles("tangent"), problem.padded
     buffers = _buffers(problem, operands=5 + sum(moving), lists=2, results=2)
@@ -247,6 +248,7 @@ def _launch(
     of_keys = problem.keys, tiles.keys, problem.key_heads
     own, others = (of_keys, of_queries) if name == "backward_keys" else (of_queries, of_keys)
     length, tile, heads = own
+    consumers = 2 if name == "backward_keys" else tile // ROWS
     count = math.ceil(length / tile)
     batches, list_heads = problem.listed or (1, 1)
     shape = Scalars.pack(
@@ -268,7 +270,7 @@ def _launch(
         grid=(count, heads, problem.batch)
         if works is None
         else (min(works, gpu.available_sms), 1, 1),
-        block=(2 * tile + 128, 1, 1),
+        block=(_WARPGROUP * (1 + consumers), 1, 1),
         parameters=(*maps, *parameters, shape, *buffers.arrays),
         shared_memory_bytes=staged * ITEM_BYTES + others_bytes + _BARRIERS_BYTES,
     )

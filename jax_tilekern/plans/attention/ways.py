@@ -87,7 +87,8 @@ def _cycles(call: Pass, gpu: Gpu, key: str) -> float:
     if call.is_gradient:
         launches = [_Launch(keys, queries, (3, 2))]
         if key == KERNELS:
-            launches = [_Launch(keys, queries, (2, 2)), _Launch(queries, keys, (2, 1))]
+            of_keys = (3, 2) if sizes.shares_keys else (2, 2)
+            launches = [_Launch(keys, queries, of_keys), _Launch(queries, keys, (2, 1))]
     evaluated = (_OF_GRADIENT if call.is_gradient else 1) + call.has_function * _OF_FUNCTION
     of_pass = evaluated
     if key == CUDNN and call.arrays:

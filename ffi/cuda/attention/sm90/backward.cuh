@@ -36,10 +36,15 @@ class AttentionBackwardKeys {
   // Tiles begin at multiples of 1024 bytes.
   static constexpr int kStageBytes = (kLoadedBytes + 1023) / 1024 * 1024;
   using Ring = TileRing<config.stages, kStageBytes>;
-  static constexpr int kConsumers = config.keys / 64;
+  // Two consumers have 64 keys each. Or they have the same, of which one computes the gradients of
+  // keys and the other those of values: accumulators of both may exceed the registers.
+  static constexpr int kConsumers = 2;
+  static constexpr bool kShared = config.keys == 64;
   static constexpr int kCount = config.queries / 2;
 
  public:
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+
   AttentionBackwardKeys(const AttentionShape& shape, const Functions& functions,
                         const int32* counts, const int32* lists, const float* statistics,
                         int64 deltas)
@@ -72,17 +77,28 @@ class AttentionBackwardKeys {
     if (warpgroup == kConsumers) {
       warpgroup_reg_dealloc<24>();
       if (threadIdx.x % 128 == 0) produce(query, key, value, d_out, bias);
+      return;
+    }
+    warpgroup_reg_alloc<240>();
+    const auto store = [&](T* to, int width, int row, const auto& sums, float factor) {
+      const int64 position = static_cast<int64>(batch_) * shape_.keys + tile_ * config.keys + row;
+      const int heads = shape_.heads / shape_.group;
+      const int rows = shape_.keys - tile_ * config.keys - row;
+      store_rows(to + (position * heads + head_) * width, static_cast<int64>(heads) * width, rows,
+                 width, sums, {factor, factor});
+    };
+    const auto store_keys = [&](int row, const auto& sums) {
+      store(d_key, features, row, sums, shape_.scale);
+    };
+    const auto store_values = [&](int row, const auto& sums) {
+      store(d_value, value_features, row, sums, 1);
+    };
+    if constexpr (!kShared) {
+      consume<true, true>(64 * warpgroup, store_keys, store_values);
+    } else if (warpgroup == 0) {
+      consume<true, false>(0, store_keys, store_values);
     } else {
-      warpgroup_reg_alloc<240>();
-      consume(warpgroup);
-      const int first = tile_ * config.keys + 64 * warpgroup;
-      const int64 row = static_cast<int64>(batch_) * shape_.keys + first;
-      const int heads = shape_.heads / shape_.group, rows = shape_.keys - first;
-      store_rows(d_key + (row * heads + head_) * features, static_cast<int64>(heads) * features,
-                 rows, features, d_keys_, {shape_.scale, shape_.scale});
-      store_rows(d_value + (row * heads + head_) * value_features,
-                 static_cast<int64>(heads) * value_features, rows, value_features, d_values_,
-                 {1, 1});
+      consume<false, true>(0, store_keys, store_values);
     }
   }
 
@@ -126,32 +142,31 @@ class AttentionBackwardKeys {
     });
   }
 
-  void consume(int consumer) {
-#pragma unroll
-    for (int i = 0; i < config.features / 2; ++i) d_keys_[i] = 0;
-#pragma unroll
-    for (int i = 0; i < config.value_features / 2; ++i) d_values_[i] = 0;
+  // Computes the gradients of 64 keys, of values, or of both, and stores them.
+  template <bool kOfKeys, bool kOfValues, class StoreKeys, class StoreValues>
+  void consume(int row, const StoreKeys& store_keys, const StoreValues& store_values) {
+    float d_keys[kOfKeys ? config.features / 2 : 1] = {};
+    float d_values[kOfValues ? config.value_features / 2 : 1] = {};
     mbarrier_wait(loaded_, 0);
     typename Ring::State state;
-    const int first_key = tile_ * config.keys + 64 * consumer;
+    const int first_key = tile_ * config.keys + row;
     for_each_tile([&](int head, int first_query, bool masked) {
       float scores[kCount], d_weights[kCount];
       uint32 weights[kCount / 8][4], d_scores[kCount / 8][4];
       const uint32 queries = ring_.stage(state), outs = queries + Queries::kBytes;
       const uint32 statistics = queries + kStatistics;
-      BiasFragment<T, config, true> bias(queries + kBias,
-                                         64 * consumer + threadIdx.x / 32 % 4 * 16);
+      BiasFragment<T, config, true> bias(queries + kBias, row + threadIdx.x / 32 % 4 * 16);
       ring_.wait(state);
       warpgroup_fence_operand(scores);
-      warpgroup_fence_operand(d_weights);
       warpgroup_arrive();
-      multiply_by_features<T, Keys, Queries, config.features>(scores, keys_, 64 * consumer,
-                                                              queries);
+      multiply_by_features<T, Keys, Queries, config.features>(scores, keys_, row, queries);
       warpgroup_commit_batch();
-      multiply_by_features<T, Values, Outs, config.value_features>(d_weights, values_,
-                                                                   64 * consumer, outs);
-      warpgroup_commit_batch();
-      warpgroup_wait<1>();
+      if constexpr (kOfKeys) {
+        warpgroup_fence_operand(d_weights);
+        multiply_by_features<T, Values, Outs, config.value_features>(d_weights, values_, row, outs);
+        warpgroup_commit_batch();
+      }
+      warpgroup_wait<kOfKeys ? 1 : 0>();
       warpgroup_fence_operand(scores);
       float statistic[2];
       weigh_again<T>(
@@ -162,29 +177,35 @@ class AttentionBackwardKeys {
             return statistic[j % 2];
           },
           Unused());
-      warpgroup_fence_operand(d_values_);
-      warpgroup_arrive();
-      multiply_by_positions<T, Outs>(d_values_, weights, outs);
-      warpgroup_commit_batch();
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(d_weights);
-#pragma unroll
-      for (int j = 0; j < kCount; j += 2) {
-        load_shared(statistic, statistics + kStatisticsBytes + 4 * place_.column_of(j));
-        scores[j] *= d_weights[j] - statistic[0];
-        scores[j + 1] *= d_weights[j + 1] - statistic[1];
+      if constexpr (kOfValues) {
+        warpgroup_fence_operand(d_values);
+        warpgroup_arrive();
+        multiply_by_positions<T, Outs>(d_values, weights, outs);
+        warpgroup_commit_batch();
       }
-      as_lhs<T>(d_scores, scores);
-      warpgroup_fence_operand(d_keys_);
-      warpgroup_arrive();
-      multiply_by_positions<T, Queries>(d_keys_, d_scores, queries);
-      warpgroup_commit_batch();
+      if constexpr (kOfKeys) {
+        warpgroup_wait<kOfValues ? 1 : 0>();
+        warpgroup_fence_operand(d_weights);
+#pragma unroll
+        for (int j = 0; j < kCount; j += 2) {
+          load_shared(statistic, statistics + kStatisticsBytes + 4 * place_.column_of(j));
+          scores[j] *= d_weights[j] - statistic[0];
+          scores[j + 1] *= d_weights[j + 1] - statistic[1];
+        }
+        as_lhs<T>(d_scores, scores);
+        warpgroup_fence_operand(d_keys);
+        warpgroup_arrive();
+        multiply_by_positions<T, Queries>(d_keys, d_scores, queries);
+        warpgroup_commit_batch();
+      }
       warpgroup_wait<0>();
-      warpgroup_fence_operand(d_keys_);
-      warpgroup_fence_operand(d_values_);
+      if constexpr (kOfKeys) warpgroup_fence_operand(d_keys);
+      if constexpr (kOfValues) warpgroup_fence_operand(d_values);
       ring_.release(state);
       state.advance();
     });
+    if constexpr (kOfKeys) store_keys(row, d_keys);
+    if constexpr (kOfValues) store_values(row, d_values);
   }
 
   const AttentionShape& shape_;
@@ -196,7 +217,6 @@ class AttentionBackwardKeys {
   uint32 keys_, values_, loaded_;
   Ring ring_;
   AccumulatorPlace place_;
-  float d_keys_[config.features / 2], d_values_[config.value_features / 2];
 };
 
 template <AttentionConfig config>
@@ -374,12 +394,16 @@ class AttentionBackwardQueries {
 };
 
 template <typename T, AttentionConfig config, class Functions, typename... Operands>
-__global__ void __launch_bounds__(config.threads(config.keys), 1) attention_backward_keys(
-    const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
-    const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap d_out,
-    const __grid_constant__ TensorMap bias, const float* statistics, T* d_key, T* d_value,
-    const int32* counts, const int32* lists, int64 deltas, int features, int value_features,
-    const __grid_constant__ AttentionShape shape, const __grid_constant__ Operands... operands) {
+__global__ void __launch_bounds__(AttentionBackwardKeys<T, config, Functions>::kThreads, 1)
+    attention_backward_keys(const __grid_constant__ TensorMap query,
+                            const __grid_constant__ TensorMap key,
+                            const __grid_constant__ TensorMap value,
+                            const __grid_constant__ TensorMap d_out,
+                            const __grid_constant__ TensorMap bias, const float* statistics,
+                            T* d_key, T* d_value, const int32* counts, const int32* lists,
+                            int64 deltas, int features, int value_features,
+                            const __grid_constant__ AttentionShape shape,
+                            const __grid_constant__ Operands... operands) {
   Functions functions{operands...};
   functions.stage();
   AttentionBackwardKeys<T, config, Functions>(shape, functions, counts, lists, statistics, deltas)

@@ -8,7 +8,7 @@ namespace tilekern {
 // A tile whose rows are queries and whose columns are keys. It is empty without a bias.
 template <AttentionConfig config>
 struct BiasTile {
-  using Tile = SequenceTile<config.queries, config.keys>;
+  using Tile = SequenceTile<config.queries, config.biased ? config.keys : kChunkFeatures>;
   static constexpr int kBytes = config.biased ? Tile::kBytes : 0;
 
   static void load(uint32 to, const TensorMap& map, const AttentionShape& shape, int query, int key,
