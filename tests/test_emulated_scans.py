@@ -34,6 +34,11 @@ def composition(outer, length, columns, dtype=F32, *, reverse=False, initial=Fal
     return Scan("maps", outer, length, columns, reverse, inputs, (0, 1), combined, given)
 
 
+def sums(outer, length, dtype=F32, *, reverse=False):
+    combined = combination(lambda earlier, later: [earlier[0] + later[0]], (dtype,))
+    return Scan("sum", outer, length, 1, reverse, (scan_input(dtype),), (0,), combined, ())
+
+
 def states(a, b, axis, reverse=False, first=0.0):
     """The recurrence in float64, and what its rounding errors are relative to."""
     a, b = (np.moveaxis(np.asarray(x, np.float64), axis, 0) for x in (a, b))
@@ -96,6 +101,23 @@ def test_rows(rng, scan, group, backwards):
 def test_columns(rng, scan, sms, backwards):
     shape = (scan.outer, scan.length, scan.columns)
     run_scan(rng, scan, ColumnScan(scan, sms), shape, 1, backwards)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_long_rows(rng, reverse):
+    """Rows of several groups have larger tiles."""
+    kernel = RowScan(sums(1, 40_004, reverse=reverse), group=2)
+    assert kernel.thread_vectors == 2 * RowScan(kernel.scan).thread_vectors
+    x = rng.standard_normal((1, 40_004)).astype(F32)
+    with emulated_plans.record() as recorded:
+        plan = kernel.plan(H100)
+    (found,) = emulated_plans.run_plan(plan, recorded, [x], [(x.shape, F32)])
+    ordered = x[:, ::-1] if reverse else x
+    magnitude = np.cumsum(np.abs(ordered), 1, np.float64)
+    ordered_found = found[:, ::-1] if reverse else found
+    error = np.abs(ordered_found - np.cumsum(ordered, 1, np.float64))
+    # Sums of parts are added in few steps.
+    assert (error <= 100 * 2.0**-24 * magnitude).all()
 
 
 def run_scan(rng, scan, kernel, shape, axis, backwards):

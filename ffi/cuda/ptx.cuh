@@ -63,6 +63,11 @@ inline void prefetch_to_l2(const void* first, int bytes) {
                "r"(static_cast<uint32>(end - begin)));
 }
 
+// Prefetches a line to L2.
+inline void prefetch_line_to_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // Commits this thread's copies since the last call as a group, which may be empty.
 inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

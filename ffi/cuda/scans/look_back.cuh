@@ -8,6 +8,7 @@
 //     static constexpr int kVector = 4;  // elements of a vector
 //     static constexpr bool kReverse, kInitial;
 //     Vector load(int64 at, int count, const Row& row) const;  // or of Before
+//     void prefetch(int64 at) const;     // to L2, the lines of an element of each array
 //     static Value value(const Vector& vector, int i);
 //     static Value combine(const Value& earlier, const Value& later);
 //     Value initial(int64 sequence) const;  // what precedes the first element, with kInitial

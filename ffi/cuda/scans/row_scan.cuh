@@ -18,6 +18,8 @@ struct RowScanShape {
   uint32 groups;
   // Tiles of a group, at most kRowScanThreads.
   uint32 group;
+  // Tickets after which a CTA takes the tile that a CTA prefetches.
+  uint32 ahead;
 };
 
 // What precedes a tile of a row, and its publications. All threads of the CTA call it; `aggregate`
@@ -56,6 +58,16 @@ inline Prefix<Scan> before_tile(const Scan& scan, uint64* slots, uint32 row, uin
   return prefix;
 }
 
+// Prefetches the tile of a later ticket to L2, so that DRAM is read while CTAs wait for each other.
+// Each thread has kElements adjacent elements, a line or less of each array.
+template <int kElements, class Scan>
+inline void prefetch_tile(const Scan& scan, uint32 ticket, const RowScanShape& shape) {
+  const uint32 row = ticket % shape.rows, tile = ticket / shape.rows;
+  const int64 first = (static_cast<int64>(tile) * kRowScanThreads + threadIdx.x) * kElements;
+  if (tile >= shape.tiles || first >= shape.length) return;
+  scan.prefetch(row * shape.length + (Scan::kReverse ? shape.length - 1 - first : first));
+}
+
 // kWarps warps have a tile of a row, each of them kVectors times 32 adjacent vectors. Without
 // kLookBack a row is one tile.
 template <class Scan, int kWarps, int kVectors, bool kLookBack, typename... Fields>
@@ -68,9 +80,9 @@ __global__ void __launch_bounds__(kRowScanThreads, sizeof(typename Scan::Value) 
   __shared__ Value totals[kRowScanWarps];
   const Scan scan{fields...};
   const uint32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = warp % kWarps;
-  uint32 row = blockIdx.x * (kRowScanWarps / kWarps) + warp / kWarps, tile = 0;
+  uint32 row = blockIdx.x * (kRowScanWarps / kWarps) + warp / kWarps, tile = 0, ticket = 0;
   if constexpr (kLookBack) {
-    const uint32 ticket = take_ticket(slots);
+    ticket = take_ticket(slots);
     row = ticket % shape.rows;
     tile = ticket / shape.rows;
   }
@@ -78,17 +90,20 @@ __global__ void __launch_bounds__(kRowScanThreads, sizeof(typename Scan::Value) 
   const Row place = {begin, begin + shape.length, Scan::kReverse ? 1 : -1};
   const uint32 first = (tile * kWarps + member) * kVectors * 32 + lane;
 
+  const auto at = [&](int i) {
+    const int64 number = first + 32 * i;
+    return begin + (Scan::kReverse ? shape.vectors - 1 - number : number) * kVector;
+  };
+  const auto count = [&](int i) {
+    const bool inside = row < shape.rows && first + 32 * i < shape.vectors;
+    return inside ? static_cast<int>(min_of<int64>(kVector, place.end - at(i))) : 0;
+  };
+
   typename Scan::Vector loaded[kVectors];
-  int64 at[kVectors];
-  int count[kVectors];
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const uint32 number = first + 32 * i;
-    const bool inside = row < shape.rows && number < shape.vectors;
-    at[i] =
-        begin + static_cast<int64>(Scan::kReverse ? shape.vectors - 1 - number : number) * kVector;
-    count[i] = inside ? static_cast<int>(min_of<int64>(kVector, place.end - at[i])) : 0;
-    loaded[i] = scan.load(at[i], count[i], place);
+  for (int i = 0; i < kVectors; ++i) loaded[i] = scan.load(at(i), count(i), place);
+  if constexpr (kLookBack) {
+    prefetch_tile<kVectors * kVector>(scan, ticket + shape.ahead, shape);
   }
   const auto value = [&](int i, int j) {
     return Scan::value(loaded[i], Scan::kReverse ? kVector - 1 - j : j);
@@ -137,7 +152,7 @@ __global__ void __launch_bounds__(kRowScanThreads, sizeof(typename Scan::Value) 
       running.append(value(i, j));
       results[Scan::kReverse ? kVector - 1 - j : j] = running.value;
     }
-    scan.store(at[i], count[i], results);
+    scan.store(at(i), count(i), results);
   }
 }
 

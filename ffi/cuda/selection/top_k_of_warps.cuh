@@ -32,8 +32,8 @@ inline uint64 warp_max(uint64 value) {
   return static_cast<uint64>(most) << 32 | low;
 }
 
-// A step of Batcher's odd-even mergesort and those after it, which merge sorted parts of kWidth. The
-// numbers are constants of a template, since unrolled loops keep comparisons of them.
+// A step of Batcher's odd-even mergesort and those after it, which merge sorted parts of kWidth.
+// The numbers are constants of a template, since unrolled loops keep comparisons of them.
 template <int kWidth, int kStep, typename Key, int kCount>
 inline void merge_descending(Key (&values)[kCount]) {
 #pragma unroll

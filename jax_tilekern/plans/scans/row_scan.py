@@ -52,6 +52,11 @@ class RowScan:
             _LOADED_BYTES // self.scan.value_bytes,
         )
         most = 1 << max(1, most).bit_length() - 1
+        # Groups wait for each other, so rows of several groups have fewer and larger tiles of one
+        # array, if registers hold no more than that.
+        words = sizes == [VECTOR_BYTES] and self.scan.value_bytes == VECTOR_BYTES // self.vector
+        if words and self.vectors > self.group * _WARPS * WARP * most:
+            most *= 2
         return min(most, power_of_two(math.ceil(self.vectors / WARP)))
 
     @property
@@ -68,6 +73,11 @@ class RowScan:
     def groups(self) -> int:
         """Groups of tiles of a row."""
         return math.ceil(self.tiles / self.group)
+
+    @property
+    def ctas_of_sm(self) -> int:
+        """CTAs that an SM has at the same time, as the kernel's launch bounds say."""
+        return 3 if self.scan.value_bytes <= 16 else 1
 
     @property
     def ctas(self) -> int:
@@ -87,8 +97,9 @@ class RowScan:
         # Without publications there is no workspace, and the kernel does not read the parameter.
         slots = Buffer(len(text.fields) if looks_back else 0)
         shape = Scalars.pack(
-            "q5I", s.length, s.outer, self.vectors, self.tiles, self.groups, self.group
-        )
+            "q6I", s.length, s.outer, self.vectors, self.tiles, self.groups, self.group,
+            self.ctas_of_sm * gpu.sm_count,
+        )  # fmt: skip
         launch = Launch(
             entry=compiled.entry(kernel.name),
             grid=(self.ctas, 1, 1),

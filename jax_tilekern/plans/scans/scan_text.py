@@ -52,6 +52,7 @@ class ScanText:
     def _text(self) -> str:
         s, vector = self.scan, self.vector
         members, loads, values, pointers, results = [], [], [], [], []
+        prefetches = []
         for i, x in enumerate(s.inputs):
             size = vector * x.dtype.itemsize
             pointers.append(f"const {x.cxx}* p{i};")
@@ -65,6 +66,7 @@ class ScanText:
                 loads.append(f"load_before_along<{size}>({array}, at, count, row)")
             else:
                 loads.append(f"load_before_across<{size}>({array}, at, row)")
+            prefetches.append(f"prefetch_line_to_l2({array} + at);")
             for part in range(x.parts):
                 place = "i" if x.parts == 1 else f"2 * i + {part}"
                 values.append(_number(x.cxx, x.computed, f"vector.e{i}", place))
@@ -109,6 +111,7 @@ class ScanText:
             pointers="\n  ".join(pointers),
             place="Row" if self.along else "Before",
             loads=",\n            ".join(loads),
+            prefetches="\n    ".join(prefetches),
             values=",\n            ".join(values),
             operands=operands,
             statements="\n    ".join(s.combination.statements),
@@ -158,6 +161,9 @@ struct GeneratedScan {{
 
   Vector load(int64 at, int count, const {place}& row) const {{
     return {{{loads}}};
+  }}
+  void prefetch(int64 at) const {{
+    {prefetches}
   }}
   static Value value(const Vector& vector, int i) {{
     return {{{values}}};
