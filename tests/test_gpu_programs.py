@@ -300,6 +300,21 @@ def test_products_of_the_same_rows_read_what_the_first_one_gathers(partitioned_a
         assert program.as_text().count(OVERLAPPED) == 1
 
 
+def test_a_gated_layer_sends_nothing_beside_its_products(partitioned_anew):
+    """Its first product is split as its result is, and gathers the rows for the second one."""
+    partitioned_anew.setattr(overlap, "why_no_exchange", lambda: "")
+    mesh, rows, columns = mesh_of((2,), ("x",)), P("x"), P(None, "x")
+
+    def layer(x, gate, up, down):
+        hidden, sharding = jtk.gated_linear(x, gate, up), NamedSharding(mesh, columns)
+        return jtk.matmul(jax.lax.with_sharding_constraint(hidden, sharding), down)
+
+    avals = array(8192, 4096), array(4096, 8192), array(4096, 8192), array(8192, 4096)
+    program = compiled(layer, *avals, mesh=mesh, specs=(rows, columns, columns, rows), out=rows)
+    assert collectives(program) == []
+    assert program.as_text().count(OVERLAPPED) == 2
+
+
 def test_a_product_with_an_epilogue_reads_rows_that_another_one_gathers(partitioned_anew):
     partitioned_anew.setattr(overlap, "why_no_exchange", lambda: "")
     mesh, rows, columns = mesh_of((2,), ("x",)), P("x"), P(None, "x")

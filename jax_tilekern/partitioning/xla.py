@@ -156,10 +156,41 @@ def emit_call(
         rule, shapes, [tuple(aval.shape) for aval in results]
     )
     _count_readers(call)
+    _split_alike(ctx, call, rule)
     return [
         _mlir.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(call.results, ctx.avals_out, strict=False)
     ]
+
+
+def _split_alike(ctx: Any, call: Any, rule: ShardingRule) -> None:
+    """Let a product that only an epilogue reads be split as the epilogue's result is.
+
+    Shardy propagates shardings through elementwise functions first, and an epilogue is part of a
+    call. Without this a product of a pair may be split otherwise than what is computed of both.
+    A function that the program calls several times may be split in several ways, so it is left.
+    """
+    if not _is_in_main(call):
+        return
+    for place in rule.epilogue_operands:
+        value = call.operands[place]
+        is_alone = not isinstance(value.owner, _ir.Block) and len(list(value.uses)) == 1
+        if (
+            is_alone
+            and rule.operands[place] == rule.results[0]
+            and _text_and_sharing_of(value.owner) is not None
+        ):
+            number = ctx.module_context.new_channel()  # one that the module has not used
+            group = _ir.IntegerAttr.get(_ir.IntegerType.get_signless(64), number)
+            for x in (value, call.results[0]):
+                _sdy.ShardingGroupOp(x, group)
+
+
+def _is_in_main(call: Any) -> bool:
+    op = call.operation.parent
+    while op.name != "func.func":
+        op = op.operation.parent
+    return bool(_ir.StringAttr(op.attributes["sym_name"]).value == "main")
 
 
 def _given(value: Any) -> Any | None:
