@@ -74,6 +74,11 @@ CALLS = {
     "plain": ((1, 150, 200, 2, 1, 64, 64), BF16, {}),
     "functions": ((2, 150, 200, 2, 2, 80, 72), F16, {"score_mod": capped, "mask_mod": documents}),
     "causal": ((1, 200, 200, 2, 2, 128, 128), BF16, {"is_causal": True, "score_mod": slopes}),
+    "wide": ((1, 150, 200, 2, 1, 192, 128), BF16, {"is_causal": True}),
+    "widest": (
+        (1, 140, 136, 2, 2, 256, 200), F16,
+        {"bias": RNG.standard_normal((1, 2, 140, 136)).astype(F16), "score_mod": capped},
+    ),
     "window": ((1, 300, 300, 2, 1, 64, 128), BF16, {"local_window_size": (70, 3)}),
     "lengths": (
         (2, 140, 140, 2, 2, 64, 64), BF16,
@@ -109,6 +114,7 @@ DEFAULT = {
     ("plain", None),
     ("functions", None),
     ("causal", None),
+    ("wide", "late"),
     ("bounded", "late"),
     ("lengths", "late"),
     ("staged bias", "late"),
@@ -163,7 +169,8 @@ def test_values_and_derivatives(name, mode):
     with emulated_gpu(dataclasses.replace(H100, sm_count=1), **MODES.get(mode, {})) as ran:
         found = jax.tree.map(np.asarray, jax.jit(of(jtk))(operands, d_out, dots))
     names = [plan.name.split()[0] for plan in ran]
-    assert {"attention", "attention_gradient", "attention_tangent"} <= set(names)
+    assert {"attention", "attention_gradient"} <= set(names)
+    assert ("attention_tangent" in names) == (max(h, d) <= 128)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (operands, d_out, dots))
         expected = jax.jit(of(ORACLES))(*wide)
@@ -418,13 +425,21 @@ def test_plans_spill_little_and_serialize_no_mma(name, features):
             assert not launch.entry.serialized
 
 
+@pytest.mark.parametrize("features", [192, 256])
+def test_gradients_of_wide_heads_spill_nothing(features):
+    for launch in plans({"score_mod": capped, "is_causal": True}, features)[1].launches:
+        assert launch.entry.spill_bytes == 0
+        assert not launch.entry.serialized
+
+
 def test_what_no_kernel_covers():
     for plan in plans({}, 64, A100):
         assert isinstance(plan, NoKernel)
         assert "Hopper" in plan.reason
-    forward, *derivatives = plans({}, 256)
+    forward, gradient, *others = plans({}, 256)
     assert not isinstance(forward, NoKernel)
-    for plan in derivatives:
+    assert not isinstance(gradient, NoKernel)
+    for plan in others:
         assert isinstance(plan, NoKernel)
         assert "128 features" in plan.reason
 
