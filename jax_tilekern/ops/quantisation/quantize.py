@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -194,23 +194,16 @@ def _quantized(
     x: Array, block: Block, dtype: np.dtype[Any], power_of_two: bool, symmetric: bool
 ) -> list[Array]:
     given, x = x, _in_whole_blocks(x, block)
-    blocks = _split(x, block)
 
     def of_elements(y: Array) -> Array:
-        return jnp.expand_dims(y, (-3, -1))
+        for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
+            if size not in (1, None):
+                y = scales_of_elements(y, axis, x.shape[axis], size)
+        return y
 
-    # Magnitudes are ordered as their bits are. One pass of integers finds what the blocks need.
-    bits = lax.bitcast_convert_type(blocks, np.uint32)
-    magnitudes = bits & 0x7FFFFFFF
-    finite = magnitudes < _INFINITY
-    is_negative = bits > 0x7FFFFFFF
-    above, below, any_value = _max_of_blocks(
-        jnp.where(finite & ~is_negative, magnitudes, 0),
-        jnp.where(finite & is_negative, magnitudes, 0),
-        magnitudes,
-    )
-    above, below = (lax.bitcast_convert_type(y, np.float32) for y in (above, below))
-    largest = jnp.maximum(above, below)
+    finite = jnp.isfinite(x)
+    found = _maxima_in_one_pass if lowering_platform.value == "cpu" else _maxima
+    largest, above, below, has_nan = found(x, block)
     if symmetric:
         scales = largest * np.float32(1 / _MAX[dtype])
     else:
@@ -223,10 +216,12 @@ def _quantized(
     is_zero = largest < _LEAST
     factors = jnp.where(is_zero, np.float32(1), _reciprocal(scales))
     scales = jnp.where(is_zero, np.float32(1), scales)
-    scaled = blocks * of_elements(factors)
+    scaled = x * of_elements(factors)
     results = [scales]
     if dtype in FP8:
-        values = lax.bitcast_convert_type(jnp.where(finite, fp8_bits(scaled, dtype), _NAN), dtype)
+        # XLA may change the bits of NaN where it selects 8-bit floats.
+        bits = jnp.where(finite, _rounded_bits(scaled, dtype), _NAN)
+        values = lax.bitcast_convert_type(bits, dtype)
     else:
         steps_of = lax.round(jnp.where(finite, scaled, 0), lax.RoundingMethod.TO_NEAREST_EVEN)
         if symmetric:
@@ -237,8 +232,7 @@ def _quantized(
             zeros = jnp.where(is_zero, 0, jnp.clip(least + lowest, least, most))
             values = jnp.clip(steps_of + of_elements(zeros), least, most).astype(dtype)
             results.append(zeros)
-        results[0] = jnp.where(any_value < _INFINITY, scales, np.float32(np.nan))
-    values = _joined(values, x.shape)
+        results[0] = jnp.where(has_nan, np.float32(np.nan), scales)
     if x is not given:
         values = jax.sharding.reshard(values, jax.typeof(given).sharding)
     return [values, *results]
@@ -274,33 +268,82 @@ def scales_of_elements(scales: Array, axis: int, size: int, block: int = BLOCK) 
     return lax.slice_in_dim(elements, 0, size, axis=axis)
 
 
+class _Maxima(NamedTuple):
+    """What is largest in each block.
+
+    Attributes
+    ----------
+    largest, above, below
+        The magnitudes of all finite numbers, of those above and of those below zero.
+    has_nan
+        Whether a number is not finite.
+    """
+
+    largest: Array
+    above: Array
+    below: Array
+    has_nan: Array
+
+
+def _maxima(x: Array, block: Block) -> _Maxima:
+    x = _split(x, block)
+    finite, axes = jnp.isfinite(x), (x.ndim - 3, x.ndim - 1)
+
+    def max_of_blocks(y: Array) -> Array:
+        return jnp.max(jnp.where(finite, y, 0), axes, initial=0)
+
+    largest, above, below = map(max_of_blocks, (jnp.abs(x), x, -x))
+    others = jnp.max(jnp.where(finite, np.float32(0), np.float32(1)), axes, initial=0)
+    return _Maxima(largest, above, below, others > 0)
+
+
+def _maxima_in_one_pass(x: Array, block: Block) -> _Maxima:
+    """Return what :func:`_maxima` does, for which XLA has several passes on CPUs.
+
+    They are passes over arrays that it writes first: one for each maximum, and for the padding.
+    """
+    for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
+        n = x.shape[axis]
+        if size not in (1, None) and isinstance(n, int) and n > size and n % size:
+            whole = n - n % size
+            ends = (0, whole), (whole, n)
+            parts = (lax.slice_in_dim(x, start, stop, axis=axis) for start, stop in ends)
+            pairs = zip(*(_maxima_in_one_pass(part, block) for part in parts), strict=True)
+            return _Maxima(*(jnp.concatenate(pair, axis) for pair in pairs))
+    # Magnitudes are ordered as their bits are, and integers are compared faster.
+    bits = lax.bitcast_convert_type(_split(x, block), np.uint32)
+    magnitudes = bits & 0x7FFFFFFF
+    finite = jnp.where(magnitudes < _INFINITY, magnitudes, 0)
+    is_negative = bits > 0x7FFFFFFF
+    found = lax.reduce(
+        (jnp.where(is_negative, 0, finite), jnp.where(is_negative, finite, 0), magnitudes),
+        (np.uint32(0),) * 3,
+        lambda x, y: tuple(map(lax.max, x, y)),
+        (bits.ndim - 3, bits.ndim - 1),
+    )
+    above, below = (lax.bitcast_convert_type(y, np.float32) for y in found[:2])
+    return _Maxima(jnp.maximum(above, below), above, below, found[2] >= _INFINITY)
+
+
+def _rounded_bits(x: Array, dtype: np.dtype[Any]) -> Array:
+    if lowering_platform.value == "cpu":
+        return fp8_bits(x, dtype)
+    return lax.bitcast_convert_type(x.astype(dtype), np.uint8)
+
+
 def _split(x: Array, block: Block) -> Array:
     """Return matrices as blocks of ``(..., rows of blocks, rows, columns of blocks, columns)``."""
     # On explicit axes a reshape splits one dimension.
     for axis, size in ((x.ndim - 1, block[1]), (x.ndim - 2, block[0])):
         n = x.shape[axis]
-        count, size = (1, n) if size is None else (-(-n // size), size)
+        if size is None or (isinstance(n, int) and 0 < n < size):
+            count, size = 1, n
+        else:
+            count = -(-n // size)
         padding = [(0, count * size - n if i == axis else 0) for i in range(x.ndim)]
         shape = (*x.shape[:axis], count, size, *x.shape[axis + 1 :])
         x = jnp.pad(x, padding).reshape(shape)
     return x
-
-
-def _joined(blocks: Array, shape: Sequence[int]) -> Array:
-    """Return the matrices of a shape that were split to blocks."""
-    for axis in (len(shape) - 2, len(shape) - 1):
-        count, size = blocks.shape[axis : axis + 2]
-        blocks = blocks.reshape(*blocks.shape[:axis], count * size, *blocks.shape[axis + 2 :])
-        blocks = lax.slice_in_dim(blocks, 0, shape[axis], axis=axis)
-    return blocks
-
-
-def _max_of_blocks(*bits: Array) -> list[Array]:
-    """Return the largest unsigned integers of each block, from one pass over several arrays."""
-    axes = (bits[0].ndim - 3, bits[0].ndim - 1)
-    zeros = (np.uint32(0),) * len(bits)
-    found: list[Array] = lax.reduce(bits, zeros, lambda x, y: tuple(map(lax.max, x, y)), axes)
-    return found
 
 
 def _power_of_two(x: Array) -> Array:
