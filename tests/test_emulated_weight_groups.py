@@ -17,12 +17,9 @@ from test_emulated_weight_only import drawn
 import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.interop.gpu_target import gpu_target
-from jax_tilekern.plans.gemm.sm90.weight_only import (
-    WeightOnlyProduct,
-    kernel_of,
-    plan_weight_only,
-    tile_of,
-)
+from jax_tilekern.plans.gemm.sm90.weight_only import WeightOnlyProduct
+from jax_tilekern.plans.gemm.sm90.weight_only_launches import kernel_of, plan_weight_only
+from jax_tilekern.plans.gemm.sm90.weight_only_tiles import tile_of
 from jax_tilekern.plans.launch import NoKernel
 
 pytestmark = needs_emulator

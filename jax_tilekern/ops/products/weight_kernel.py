@@ -20,13 +20,12 @@ from jax_tilekern.ops.products.fused_lowering import epilogue_of
 from jax_tilekern.ops.products.scaled_operands import block_of_scales, dequantized
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.arithmetic import F32
-from jax_tilekern.plans.gemm.sm90.weight_only import (
+from jax_tilekern.plans.gemm.sm90.weight_only import WeightOnlyProduct, refusal
+from jax_tilekern.plans.gemm.sm90.weight_only_choice import (
     WeightOnlyCandidate,
-    WeightOnlyProduct,
     choose_weight_only,
-    plan_weight_only,
-    refusal,
 )
+from jax_tilekern.plans.gemm.sm90.weight_only_launches import plan_weight_only
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.policy.choice import PolicyChoice
 from jax_tilekern.plans.quantize import BLOCK, INTEGERS

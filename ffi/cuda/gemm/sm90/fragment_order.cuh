@@ -12,7 +12,8 @@ namespace tilekern {
 
 inline constexpr int kFragmentOrderThreads = 128;
 
-// Run-time sizes; `plans/gemm/sm90/weight_only.py` packs the same fields in the same order.
+// Run-time sizes; `plans/gemm/sm90/weight_only_launches.py` packs the same fields in the same
+// order.
 struct FragmentOrderShape {
   // Spans of all rows of the result, and of a row of x and of the result. Those behind x are zeros.
   int64 all_spans;

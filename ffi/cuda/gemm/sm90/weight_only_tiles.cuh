@@ -6,8 +6,8 @@
 
 namespace tilekern {
 
-// Run-time sizes; `WeightOnlyProduct` in `plans/gemm/sm90/weight_only.py` packs the same fields in
-// the same order.
+// Run-time sizes; `plans/gemm/sm90/weight_only_launches.py` packs the same fields in the same
+// order.
 struct WeightOnlyShape {
   int32 m;
   int32 n;
