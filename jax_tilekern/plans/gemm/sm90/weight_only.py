@@ -131,8 +131,6 @@ def refusal(problem: WeightOnlyProduct, gpu: Gpu) -> str:
         return f"kernels of 4- and 8-bit weights have groups of 32, 64 and 128, not {problem.group}"
     if problem.out_dtype not in (problem.dtype, F32):
         return f"kernels of 4- and 8-bit weights have no {problem.out_dtype} of {problem.dtype}"
-    if problem.zero_dtype is not None and problem.dtype == F16:
-        return "differences to zero points are rounded to the type of x, which float16 keeps exact"
     if max(problem.m, problem.n, problem.k) > _MOST_ELEMENTS:
         return f"a size of {max(problem.m, problem.n, problem.k)} exceeds {_MOST_ELEMENTS}"
     if min(problem.m, problem.n, problem.k, problem.batch) == 0:

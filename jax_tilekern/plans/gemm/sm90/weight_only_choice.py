@@ -15,16 +15,19 @@ from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.policy.choice import PolicyChoice, choose
 from jax_tilekern.plans.policy.workload import weight_workload
 
-# Fitted to times on an H200: millions of weights that a microsecond multiplies, by bits and rows of
-# x in a tile; microseconds of launches, and of one that adds parts of k or applies a function.
+# Fitted to times on an H200 with arguments beyond L2: millions of weights that a microsecond
+# multiplies, by bits and rows of x in a tile; microseconds of launches, and of one that adds parts
+# of k or applies a function.
 _WEIGHTS_IN_A_MICROSECOND = {
-    4: dict(zip(TOKENS, (6.6, 5.85, 4.8, 3.7, 2.1), strict=True)),
-    8: dict(zip(TOKENS, (4.0, 3.7, 3.45, 2.85, 1.85), strict=True)),
+    4: dict(zip(TOKENS, (5.1, 4.3, 3.5, 2.75, 2.1), strict=True)),
+    8: dict(zip(TOKENS, (4.2, 3.7, 3.25, 2.8, 1.85), strict=True)),
 }
-_LAUNCH, _NEXT_LAUNCH = 4.5, 1.2
+_LAUNCH, _NEXT_LAUNCH = 4.1, 2.0
 # The same of XLA: millions of weights that it dequantises and that a product of few rows reads, and
 # of multiply-adds; microseconds of launches, of which small products have one.
-_DEQUANTISED, _READ, _MULTIPLIED, _LAUNCHES = 0.75, 2.0, 330.0, 4.0
+_DEQUANTISED, _READ, _MULTIPLIED, _LAUNCHES = 0.82, 2.1, 330.0, 3.7
+# A product of one row with a few million weights is a sum of XLA's, which dequantises them.
+_IN_A_SUM, _SUMMED, _SUM = 6.3, 1.75, 1.45
 _WRITTEN_BYTES = 4e6  # that a microsecond reads or writes
 
 
@@ -66,8 +69,11 @@ def choose_weight_only(
     if has_function:
         elements = problem.multiply_adds / problem.k
         ours += _NEXT_LAUNCH + 2 * F32.itemsize * elements / _WRITTEN_BYTES
-    xla = _LAUNCHES + weights / _DEQUANTISED
-    xla += max(weights / _READ, problem.multiply_adds / 1e6 / _MULTIPLIED)
+    if problem.m == problem.batch == 1 and weights <= _IN_A_SUM:
+        xla = _SUM + weights / _SUMMED
+    else:
+        xla = _LAUNCHES + weights / _DEQUANTISED
+        xla += max(weights / _READ, problem.multiply_adds / 1e6 / _MULTIPLIED)
     candidate = WeightOnlyCandidate(problem, ours * gpu.rates.cycles_per_microsecond)
     weight_bytes = problem.batch * problem.n * problem.k * problem.bits / 8
     workload = weight_workload(problem.multiply_adds, weight_bytes, problem.dtype, xla)
