@@ -46,11 +46,11 @@ def gate(s, *_):
 
 
 def saturated(s, *_):
-    return 50 * jnp.tanh(s / 4)
+    return 70 * jnp.tanh(s / 4)
 
 
 def bounded(s, *_):
-    return jnp.tanh(s / 2) * 36
+    return jnp.tanh(s / 2) * 60
 
 
 def slopes(s, b, h, q, k):

@@ -36,9 +36,9 @@ _SHORTER_IN_BFLOAT16 = TO_16_BITS | {"tanh": ("tanh_of_bfloat16_score", 1)}
 # Arrays that a score reads are copied to shared memory, up to so many bytes of all. Beside the
 # tiles of a bias there are as many left.
 _MOST_STAGED = 2048
-# Scores of up to this have weights, relative to the largest possible, that are normal numbers of
-# bfloat16: exp(-2 * 40) is 2**-115.
-_LARGEST_BOUND = 40.0
+# The exponentials of scores between this and its negative are weights without a maximum: 2**-87 to
+# 2**87. Sums of 2**30 of them are finite, and products with values from 2**-39 on are normal.
+_LARGEST_BOUND = 60.0
 _SCALARS = [("s", F32), *((name, np.dtype(np.int32)) for name in "bhqk")]
 
 

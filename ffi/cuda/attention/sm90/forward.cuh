@@ -12,8 +12,9 @@
 //   stage()                         copies small arrays to shared memory, before __syncthreads()
 //   score(s, b, h, at)              the score, of scale times the product of query and key
 //   kInner, kOuter                  numbers that s and the score have to be multiplied by
-//   kIsUpToOne                      whether score() is from -1 to 1, and kOuter so small that
-//                                   weights relative to the largest possible one are normal numbers
+//   kIsUpToOne                      whether score() is from -1 to 1, and kOuter so small that the
+//                                   exponentials of scores and of their negatives are normal
+//                                   numbers
 //   visible(b, h, at)               whether the query sees the key
 #pragma once
 
@@ -34,8 +35,6 @@ class AttentionForward {
   static constexpr int kConsumers = config.queries / 64;
   static constexpr bool kScore = Functions::kScore || config.biased;
   static constexpr int kCount = config.keys / 2;
-  // Weights of scores up to one are relative to the exponential that is this power of two.
-  static constexpr int kBase = static_cast<int>(Functions::kOuter * kLog2E) + 1;
 
  public:
   AttentionForward(const AttentionShape& shape, const Functions& functions, const int32* counts,
@@ -132,7 +131,7 @@ class AttentionForward {
     for (int i = 0; i < config.value_features / 2; ++i) sums_[i] = 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      maxima_[r] = Functions::kIsUpToOne ? kBase * kLn2 / Functions::kOuter : -INFINITY;
+      maxima_[r] = Functions::kIsUpToOne ? 0 : -INFINITY;
       totals_[r] = 0;
     }
     if (work.list.count() == 0) return;
@@ -246,7 +245,7 @@ class AttentionForward {
     if constexpr (Functions::kIsUpToOne) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        scores[j] = exp2_approximate(scores[j] * rate - kBase);
+        scores[j] = exp2_approximate(scores[j] * rate);
       }
       hide(0);
     } else {
