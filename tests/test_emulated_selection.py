@@ -26,7 +26,9 @@ from jax_tilekern.plans.selection.searchsorted import Searches, plan_searchsorte
 from jax_tilekern.plans.selection.sort_rows import plan_sort_rows
 from jax_tilekern.plans.selection.sorted_rows import SortedRows
 from jax_tilekern.plans.selection.tile import Tile
-from jax_tilekern.plans.selection.top_k import MAX_K, TopK, levels_of, plan_top_k
+from jax_tilekern.plans.selection.top_k import MAX_K, TopK, plan_top_k
+from jax_tilekern.plans.selection.top_k_segments import plan_segments
+from jax_tilekern.plans.selection.top_k_tiles import levels_of
 
 pytestmark = [
     needs_emulator,
@@ -101,6 +103,39 @@ def test_top_k(rng, number, rows, columns, k):
     found = run(lambda: plan_top_k(TopK(rows, columns, k, dtype), H100), [x], results, **how)
     order = np.asarray(lax.top_k(with_bits(x), k)[1])
     assert_same_bits(found, (np.take_along_axis(x, order, 1), order))
+
+
+@pytest.mark.parametrize("dtype", ORDERED, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(6)
+def test_segments(rng, dtype, kind):
+    """Where elements are equal, candidates are too many."""
+    # All lanes of a warp have a segment, or 8.
+    rows, columns, k = 2, 40_001, int(rng.choice([3, 30]))
+    x = elements(rng, kind, (rows, columns), dtype)
+    problem = TopK(rows, columns, k, dtype)
+    results = [((rows, k), dtype), ((rows, k), np.dtype(np.int32))]
+    found = run(lambda: plan_segments(problem, H100), [x], results)
+    order = np.asarray(lax.top_k(with_bits(x), k)[1])
+    assert_same_bits(found, (np.take_along_axis(x, order, 1), order))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "by_segments"),
+    [
+        (1, 2**24, 1000, True),
+        (16, 2**20, 400, True),
+        (1, 2**20, 100, True),
+        (64, 151_936, 20, False),
+        (1, 2**18, 20, False),
+        # There would be more candidates than are sorted, or too many segments.
+        (4, 2**22, 2000, False),
+        (1, 2**25, 1000, False),
+    ],
+)
+def test_segments_are_instead_of_many_launches(rows, columns, k, by_segments):
+    plan = plan_top_k(TopK(rows, columns, k, F32), H100)
+    assert ("segments" in plan.reason) == by_segments
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -325,6 +360,7 @@ def test_kernels_do_not_spill(dtype):
     with policy("kernels"):
         plans = [
             *(plan_top_k(TopK(64, 100_000, k, dtype), H100) for k in (20, 1000)),
+            *(plan_segments(TopK(1, 2**24, k, dtype), H100) for k in (30, 1000)),
             *(
                 plan_top_k(TopK(64, columns, 8, dtype), H100)
                 for columns in (100, 500, 1000, 16_384)

@@ -14,7 +14,7 @@
 
 namespace tilekern {
 
-// The largest k; `MAX_K` in `plans/selection/top_k.py`.
+// The largest k; `MAX_K` in `plans/selection/top_k_problem.py`.
 inline constexpr int kMostFound = 2048;
 
 // One launch; `plan_top_k` packs the same fields in the same order.
@@ -105,11 +105,12 @@ inline void sort_found(const FoundElements<Bits>& found, uint32 count) {
 }
 
 // kItems elements of a thread. With kFirst, x is a row, and otherwise what tiles have found of it,
-// with its columns. With kLast, a tile is all that is left of a row.
-template <typename T, int kThreads, int kItems, bool kFirst, bool kLast>
+// with its columns. With kLast, a tile is all that is left of a row. With kIfMany, only rows are
+// read that have more candidates than are sorted.
+template <typename T, int kThreads, int kItems, bool kFirst, bool kLast, bool kIfMany>
 __global__ void __launch_bounds__(kThreads, (sizeof(T) == 8 ? 512 : 1024) / kThreads)
     top_k_of_tiles(const T* x, const int32* columns, T* values, int32* columns_found,
-                   const __grid_constant__ TopKShape shape) {
+                   const uint32* candidates, const __grid_constant__ TopKShape shape) {
   using Bits = OrderedBits<T>;
   static_assert(kThreads * kItems < 1 << 16);
   const uint32 row = blockIdx.x / shape.tiles, tile = blockIdx.x % shape.tiles;
@@ -120,6 +121,7 @@ __global__ void __launch_bounds__(kThreads, (sizeof(T) == 8 ? 512 : 1024) / kThr
   const uint32 own_first = threadIdx.x / 32 * (32 * kItems) + threadIdx.x % 32;
   launch_dependents();
   wait_for_prerequisites();
+  if (kIfMany && candidates[row] <= kMostFound) return;
   Bits own[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
