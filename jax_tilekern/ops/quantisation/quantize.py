@@ -286,15 +286,23 @@ class _Maxima(NamedTuple):
 
 
 def _maxima(x: Array, block: Block) -> _Maxima:
-    x = _split(x, block)
-    finite, axes = jnp.isfinite(x), (x.ndim - 3, x.ndim - 1)
+    finite = jnp.isfinite(x)
 
     def max_of_blocks(y: Array) -> Array:
-        return jnp.max(jnp.where(finite, y, 0), axes, initial=0)
+        for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
+            y = _max_along(y, axis, size)
+        return y
 
-    largest, above, below = map(max_of_blocks, (jnp.abs(x), x, -x))
-    others = jnp.max(jnp.where(finite, np.float32(0), np.float32(1)), axes, initial=0)
+    largest = max_of_blocks(jnp.where(finite, jnp.abs(x), 0))
+    above, below = (max_of_blocks(jnp.where(finite & (y > 0), y, 0)) for y in (x, -x))
+    others = max_of_blocks(jnp.where(finite, np.float32(0), np.float32(1)))
     return _Maxima(largest, above, below, others > 0)
+
+
+def _max_along(x: Array, axis: int, size: int | None) -> Array:
+    if size is None:
+        return jnp.max(x, axis, keepdims=True, initial=0)
+    return x if size == 1 else jnp.max(_split_along(x, axis, size), axis + 1)
 
 
 def _maxima_in_one_pass(x: Array, block: Block) -> _Maxima:
@@ -334,16 +342,17 @@ def _rounded_bits(x: Array, dtype: np.dtype[Any]) -> Array:
 def _split(x: Array, block: Block) -> Array:
     """Return matrices as blocks of ``(..., rows of blocks, rows, columns of blocks, columns)``."""
     # On explicit axes a reshape splits one dimension.
-    for axis, size in ((x.ndim - 1, block[1]), (x.ndim - 2, block[0])):
-        n = x.shape[axis]
-        if size is None or (isinstance(n, int) and 0 < n < size):
-            count, size = 1, n
-        else:
-            count = -(-n // size)
-        padding = [(0, count * size - n if i == axis else 0) for i in range(x.ndim)]
-        shape = (*x.shape[:axis], count, size, *x.shape[axis + 1 :])
-        x = jnp.pad(x, padding).reshape(shape)
-    return x
+    return _split_along(_split_along(x, x.ndim - 1, block[1]), x.ndim - 2, block[0])
+
+
+def _split_along(x: Array, axis: int, size: int | None) -> Array:
+    n = x.shape[axis]
+    if size is None or (isinstance(n, int) and 0 < n < size):
+        count, size = 1, n
+    else:
+        count = -(-n // size)
+    padding = [(0, count * size - n if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, padding).reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
 
 
 def _power_of_two(x: Array) -> Array:
