@@ -191,7 +191,7 @@ def outputs(attention):
 
     def recorded(*operands, **options):
         out = attention(*operands, **options)
-        if not isinstance(out, jax.core.Tracer):
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(out)):
             found.append(out)
         return out
 
