@@ -414,7 +414,7 @@ def fp8() -> Iterator[str]:
     return table((_DEVICES["amd-epyc"], *heads), cells.to_numpy())
 
 
-_WEIGHTS, _RANDOM_WEIGHTS = "h200/small_weights", "h200/samples/decode-int4-1"
+_WEIGHTS, _RANDOM_WEIGHTS = "h200/small_weights", "h200/samples/decode-int4-3"
 _LARGE = 1 << 23
 
 
