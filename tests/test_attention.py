@@ -258,6 +258,20 @@ def test_empty_batches_of_mapped_calls():
     np.testing.assert_array_equal(by_bias, np.zeros(bias.shape))
 
 
+@pytest.mark.parametrize("large", [-1e9, 1e9, -1e30])
+def test_rows_of_large_scores(large):
+    """Derivatives of rows of equal scores whose logarithm of a sum is the score itself."""
+    bias = np.zeros((1, 1, 9, 9), np.float32)
+    bias[:, :, :4], bias[:, :, 4:, 7:] = large, -1e9
+    q, k, v, d_out = (draw(1, 9, 2, 8) for _ in range(4))
+
+    def derivatives(attention):
+        out, pull = jax.vjp(lambda *x: attention(*x, bias), q, k, v)
+        return out, pull(d_out), jax.jvp(lambda v: attention(q, k, v, bias), (v,), (d_out,))[1]
+
+    assert_close(derivatives(jtk.attention), derivatives(jax.nn.dot_product_attention), 1e-5)
+
+
 def test_nan_stays_in_its_row():
     query = QUERY.at[1, 3, 2].set(jnp.nan)
     found = np.array(jtk.attention(query, KEY, VALUE, is_causal=True))

@@ -39,12 +39,7 @@ def forward(query: Array, key: Array, value: Array, *arrays: Array, scores: Scor
     def block(place: Block, rows: Parts, keys: Parts, own: Sequence[Array]) -> list[Array]:
         q = rows["q"]
         score = _score_of(scores, place, own)(_products(scores, q, keys["k"]))
-        visible = _visible(scores, place, own)
-        score = score if visible is None else jnp.where(visible, score, -jnp.inf)
-        largest = jnp.max(score, -1, keepdims=True, initial=-jnp.inf)
-        shift = jnp.where(jnp.isfinite(largest), largest, 0)
-        exponentials = jnp.exp(score - shift)
-        total = jnp.sum(exponentials, -1, keepdims=True)
+        exponentials, total, shift = _exponentials(score, _visible(scores, place, own))
         some = jnp.where(total == 0, 1, total)
         lse = jnp.where(total == 0, -jnp.inf, shift + jnp.log(some))
         out = _times_keys(scores, exponentials, keys["v"], q) / some.reshape(*q.shape[:4], 1)
@@ -64,7 +59,7 @@ def tangent(
     ``wanted`` are the operands that have tangents, of query, key, value and the arrays. The
     tangents come before the arrays.
     """
-    del out
+    del out, lse
     dots = dict(zip(wanted, others, strict=False))
     arrays = others[len(wanted) :]
     moving = [i - 3 for i in wanted if i >= 3]
@@ -85,15 +80,14 @@ def tangent(
         )
         visible = _visible(scores, place, own)
         score_dot = score_dot if visible is None else jnp.where(visible, score_dot, 0)
-        p = _probabilities(score, visible, rows["lse"])
+        p = _probabilities(score, visible)
         lse_dot = jnp.sum(p * score_dot, -1, keepdims=True)
         out_dot = _times_keys(scores, p * (score_dot - lse_dot), v, q)
         if "v_dot" in keys:
             out_dot += _times_keys(scores, p, keys["v_dot"], q)
         return [out_dot.astype(query.dtype), lse_dot.reshape(q.shape[:4])]
 
-    rows = {"q": _by_group(query, key), "lse": _lse_by_group(lse, key)}
-    keys = {"k": _by_head(key), "v": _by_head(value)}
+    rows, keys = {"q": _by_group(query, key)}, {"k": _by_head(key), "v": _by_head(value)}
     if 0 in dots:
         rows["q_dot"] = _by_group(dots[0], key)
     keys |= {name: _by_head(dots[i]) for i, name in ((1, "k_dot"), (2, "v_dot")) if i in dots}
@@ -117,7 +111,7 @@ def backward(
         values = [own[i] for i in moving]
         score, pull = jax.vjp(_score_of(scores, place, own, moving), s, *values)
         visible = _visible(scores, place, own)
-        p = _probabilities(score, visible, rows["lse"])
+        p = _probabilities(score, visible)
         d_p = _product(scores, "md,kd->mk", d_out, v).reshape(s.shape)
         # A row without keys has no derivative, whatever the cotangent of its infinite logarithm is.
         d_lse = jnp.where(rows["lse"] == -jnp.inf, 0, rows["d_lse"]).reshape(*s.shape[:3], 1)
@@ -173,10 +167,23 @@ def _visible(scores: Scores, place: Block, arrays: Sequence[Array]) -> Array | N
     return found
 
 
-def _probabilities(score: Array, visible: Array | None, lse: Array) -> Array:
-    lse = lse.reshape(*score.shape[:3], 1)
+def _exponentials(score: Array, visible: Array | None) -> tuple[Array, Array, Array]:
+    """Return exponentials of scores less a number of the row, their sum, and the number."""
     score = score if visible is None else jnp.where(visible, score, -jnp.inf)
-    return jnp.exp(score - jnp.where(lse == -jnp.inf, 0, lse))
+    largest = jnp.max(score, -1, keepdims=True, initial=-jnp.inf)
+    shift = jnp.where(jnp.isfinite(largest), largest, 0)
+    exponentials = jnp.exp(score - shift)
+    return exponentials, jnp.sum(exponentials, -1, keepdims=True), shift
+
+
+def _probabilities(score: Array, visible: Array | None) -> Array:
+    """Return the weights of a block's keys, which are all keys.
+
+    The rounded logarithm of a sum would not do where scores are large: that of a row of -1e9 is
+    -1e9, whatever the number of keys is.
+    """
+    exponentials, total, _ = _exponentials(score, visible)
+    return exponentials / jnp.where(total == 0, 1, total)
 
 
 # Products of a block. The dimensions of the batch and of heads of keys come first: XLA computes

@@ -82,7 +82,7 @@ def quantize(
     - A block without a magnitude of ``2**-90`` or more has scale 1, and zeros.
     - If not ``symmetric``, a block whose range exceeds float32 has an infinite scale.
     - NaN and infinities become NaN, and do not count for the scale. Integers have no NaN, so the
-      scale of their block is NaN, and its values are 0.
+      scale of their block is NaN, which makes the whole block NaN whatever its values are.
 
     Parameters
     ----------
