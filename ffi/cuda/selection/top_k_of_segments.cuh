@@ -8,7 +8,7 @@
 
 namespace tilekern {
 
-inline constexpr int kSegmentThreads = 256;
+inline constexpr int kTopKSegmentThreads = 256;
 // Elements of a lane, and of a warp.
 inline constexpr int kSegmentItems = 32;
 inline constexpr uint32 kBlock = 32 * kSegmentItems;
@@ -16,7 +16,7 @@ inline constexpr uint32 kBlock = 32 * kSegmentItems;
 inline constexpr int kRowThreads = 512;
 
 // `plan_segments` in `plans/selection/top_k_segments.py` packs the same fields in the same order.
-struct SegmentShape {
+struct TopKSegmentShape {
   uint32 rows;
   uint32 columns;
   // Blocks of a row, each of which a warp has.
@@ -30,15 +30,15 @@ struct Block {
   uint32 row;
   uint32 first;  // column
 
-  explicit Block(const SegmentShape& shape)
-      : number(blockIdx.x * (kSegmentThreads / 32) + threadIdx.x / 32),
+  explicit Block(const TopKSegmentShape& shape)
+      : number(blockIdx.x * (kTopKSegmentThreads / 32) + threadIdx.x / 32),
         row(number / shape.blocks),
         first(number % shape.blocks * kBlock) {}
 
   // The columns of a lane are 32 apart.
   uint32 column(int i) const { return first + threadIdx.x % 32 + 32 * i; }
   template <typename T>
-  OrderedBits<T> bits(const T* x, int i, const SegmentShape& shape) const {
+  OrderedBits<T> bits(const T* x, int i, const TopKSegmentShape& shape) const {
     const int64 start = static_cast<int64>(row) * shape.columns;
     return column(i) < shape.columns ? ordered_bits(x[start + column(i)]) : 0;
   }
@@ -46,9 +46,9 @@ struct Block {
 
 // A segment is what kLanes lanes have of a block.
 template <typename T, int kLanes>
-__global__ void __launch_bounds__(kSegmentThreads)
+__global__ void __launch_bounds__(kTopKSegmentThreads)
     find_segment_maxima(const T* x, OrderedBits<T>* maxima,
-                        const __grid_constant__ SegmentShape shape) {
+                        const __grid_constant__ TopKSegmentShape shape) {
   launch_dependents();
   const Block own(shape);
   if (own.row >= shape.rows) return;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
 template <typename T, int kLanes, int kItems>
 __global__ void __launch_bounds__(kRowThreads)
     find_segment_bounds(const OrderedBits<T>* maxima, OrderedBits<T>* bounds, uint32* counts,
-                        const __grid_constant__ SegmentShape shape) {
+                        const __grid_constant__ TopKSegmentShape shape) {
   using Bits = OrderedBits<T>;
   const uint32 row = blockIdx.x, segments = shape.blocks * (32 / kLanes);
   launch_dependents();
@@ -88,10 +88,10 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // Elements that reach the bound of their row, in any order.
 template <typename T, int kLanes>
-__global__ void __launch_bounds__(kSegmentThreads)
+__global__ void __launch_bounds__(kTopKSegmentThreads)
     gather_candidates(const T* x, const OrderedBits<T>* maxima, const OrderedBits<T>* bounds,
                       uint32* counts, OrderedBits<T>* candidates, uint32* columns,
-                      const __grid_constant__ SegmentShape shape) {
+                      const __grid_constant__ TopKSegmentShape shape) {
   using Bits = OrderedBits<T>;
   launch_dependents();
   wait_for_prerequisites();
@@ -135,7 +135,8 @@ __global__ void __launch_bounds__(kSegmentThreads)
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads)
     sort_candidates(const OrderedBits<T>* candidates, const uint32* columns, const uint32* counts,
-                    T* values, int32* columns_found, const __grid_constant__ SegmentShape shape) {
+                    T* values, int32* columns_found,
+                    const __grid_constant__ TopKSegmentShape shape) {
   using Bits = OrderedBits<T>;
   __shared__ Bits bits[kMostFound];
   __shared__ uint32 columns_of_bits[kMostFound];
