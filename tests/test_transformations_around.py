@@ -318,3 +318,23 @@ def test_the_same_bits_in_every_call_and_when_compiled_again(rng, name):
     for run in runs:
         for x, y in zip(jax.tree.leaves(run), first, strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jtk.attention(x, x, x, is_causal=True),
+        lambda x: jtk.attention(x, x, x, score_mod=lambda s, b, h, q, k: s - (q - k)),
+        lambda x: jtk.cumsum(x, 1),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:jax_tilekern leaves")
+def test_exports_of_narrow_types_where_64_bits_are_enabled(rng, function):
+    """Numbers of sizes and platforms have 64 bits there."""
+    x = rng.standard_normal((1, 4, 2, 8)).astype(np.float32)
+    with jax.enable_x64(True):
+        struct = jax.ShapeDtypeStruct(export.symbolic_shape("1, t, 2, 8"), np.float32)
+        several = export.export(jax.jit(function), platforms=["cpu", "cuda"])(x)
+        symbolic = export.export(jax.jit(function))(struct)
+        for exported in (several, symbolic):
+            np.testing.assert_array_equal(exported.call(x), function(x))

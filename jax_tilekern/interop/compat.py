@@ -574,6 +574,12 @@ def cudnn_attention(
     return results
 
 
+def passes_numbers(ctx: Any) -> bool:
+    """Return whether functions of a module pass symbolic sizes, or the number of the platform."""
+    state = ctx.module_context.shape_poly_state
+    return bool(state.dim_vars) or bool(state.has_platform_index_argument)
+
+
 def lower_per_platform(
     name: str,
     rules: Mapping[str, Callable[..., Any]],

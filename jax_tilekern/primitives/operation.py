@@ -30,7 +30,13 @@ import jax.numpy as jnp
 
 from jax_tilekern.interop import compat, ffi, outcomes
 from jax_tilekern.interop.compat import ad, mlir, partial_eval
-from jax_tilekern.interop.global_modes import by_types, by_xla, mode_independent
+from jax_tilekern.interop.global_modes import (
+    Modes,
+    by_types,
+    by_xla,
+    mode_independent,
+    with_current_modes,
+)
 from jax_tilekern.interop.outcomes import listed_below, record_choice, record_elsewhere
 from jax_tilekern.interop.primitive import Primitive
 from jax_tilekern.interop.result_types import evaluated_at_any_size
@@ -501,10 +507,11 @@ def _lower_now(
     *values: Any,
     **params: Any,
 ) -> Sequence[Any]:
+    modes = Modes.current()
     with by_types(ctx.avals_in, ctx.avals_out, params):
         outcome = _outcome(operation, platform, ctx, *values, **params)
         if outcome is not None:
-            return _lowered(operation, platform, outcome, ctx, *values, **params)
+            return _lowered(operation, platform, outcome, modes, ctx, *values, **params)
         return _partitioned(operation, partitioned, platform, ctx, *values, **params)
 
 
@@ -582,6 +589,7 @@ def _lowered(
     operation: Operation,
     platform: str,
     outcome: Outcome,
+    modes: Modes,
     ctx: Any,
     *values: Any,
     **params: Any,
@@ -616,10 +624,15 @@ def _lowered(
     function: Callable[..., Any] = functools.partial(operation.reference, **params)
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
-    lower = mlir.lower_fun(by_xla(function), multiple_results=operation.several_results)
+    if not compat.passes_numbers(ctx):
+        modes = Modes.current()
+    # Integers of sizes and of platforms, which functions of the module pass on, have the type of
+    # the program's modes.
+    function = by_xla(with_current_modes(function))
+    lower = mlir.lower_fun(function, multiple_results=operation.several_results)
     if not params.keys().isdisjoint(("jaxpr", "scores")):
         # Its functions were traced outside of every shard_map.
         ctx = ctx.replace(avals_in=[compat.without_varying_axes(aval) for aval in ctx.avals_in])
-    with listed_below(), lowering_platform(platform):
+    with listed_below(), lowering_platform(platform), modes.entered():
         lowered: Sequence[Any] = lower(ctx, *values)
     return lowered
