@@ -174,7 +174,8 @@ def pytest_testnodedown(node, error):
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     """Write what ``benchmarks/results/<device>/tests.json`` holds."""
     file = config.getoption("record")
-    if file is None:
+    # A worker whose controller has been killed has its own tests alone.
+    if file is None or hasattr(config, "workerinput"):
         return
     from benchmarks.record import environment
 
