@@ -41,7 +41,7 @@ def lanes_of(problem: TopK) -> int | None:
 
 
 def takes_segments(problem: TopK, levels: Sequence[Level]) -> bool:
-    """Return whether segments are predicted to take less time than tiles."""
+    """Return whether segments took less time than tiles in calls of as many launches."""
     return len(levels) > _FEW_LAUNCHES and lanes_of(problem) is not None
 
 
