@@ -1,6 +1,6 @@
 // Runs a launch plan that tests/emulated_plans.py describes in a file of numbers:
-//   late_reads late_writes backwards held folder; sizes of buffers; and for each launch the kernel's
-//   number, grid, block, cluster, shared memory, repeats, and parameters.
+//   late_reads late_writes backwards held folder; sizes of buffers; and for each launch the
+//   kernel's number, grid, block, cluster, shared memory, repeats, and parameters.
 // Buffers are read from files `0`, `1`, ... of the folder, and written back.
 #pragma once
 
