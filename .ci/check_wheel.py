@@ -9,43 +9,34 @@ import math
 import re
 import sys
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-# Folders of the package; a new one is added here on purpose.
-FOLDERS = {
-    "cli", "compilation", "cuda", "epilogue", "fusion", "inspection", "interop", "ops",
-    "out_of_core", "partitioning", "plans", "primitives", "tuning",
-}  # fmt: skip
-SUFFIXES = {".py", ".pyi", ".so", ".cuh"}
-DATA = {
-    "jax_tilekern/py.typed",
-    "jax_tilekern/cli/digits.npz",
-    "jax_tilekern/cli/digits.md",
-    *(
-        f"jax_tilekern/plans/policy/data/{name}.json"
-        for name in ("avx2", "avx512_bf16", "avx512_vnni", "avx512_vnni_amx", "h100", "h200")
-    ),
-}
+ROOT = Path(__file__).resolve().parent.parent
+# What the wheel has of each folder of the repository.
+SOURCES = {"jax_tilekern": ROOT / "jax_tilekern", "jax_tilekern/cuda": ROOT / "ffi/cuda"}
+SUFFIXES = {".py", ".pyi", ".typed", ".cuh", ".json", ".npz", ".md"}
+
+
+def product() -> set[str]:
+    """Return the files of a wheel, but for the compiled module, as the repository has them."""
+    return {
+        f"{name}/{file.relative_to(folder).as_posix()}"
+        for name, folder in SOURCES.items()
+        for file in folder.rglob("*")
+        if file.suffix in SUFFIXES
+    }
 
 
 def problems(names: list[str]) -> list[str]:
     """Return what is wrong with the files of a wheel."""
     # auditwheel adds entries of folders, which end with a slash.
-    files = [
-        PurePosixPath(name)
-        for name in names
-        if not name.endswith("/") and ".dist-info/" not in name
-    ]
-    found = [
-        f"{file} is no part of the product"
-        for file in files
-        if file.parts[0] != "jax_tilekern"
-        or (len(file.parts) > 2 and file.parts[1] not in FOLDERS)
-        or (file.suffix not in SUFFIXES and str(file) not in DATA)
-    ]
-    folders = {file.parts[1] for file in files if len(file.parts) > 2}
-    found += [f"the folder {folder} is missing" for folder in sorted(FOLDERS - folders)]
-    found += [f"{name} is missing" for name in sorted(DATA - set(names))]
+    files = {name for name in names if not name.endswith("/") and ".dist-info/" not in name}
+    compiled = {name for name in files if re.fullmatch(r"jax_tilekern/_core\.[\w.-]+\.so", name)}
+    parts = product()
+    found = [f"{name} is no part of the product" for name in sorted(files - parts - compiled)]
+    found += [f"{name} is missing" for name in sorted(parts - files)]
+    if not compiled:
+        found.append("jax_tilekern/_core.*.so, the compiled module, is missing")
     return found
 
 

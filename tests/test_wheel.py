@@ -46,10 +46,11 @@ def test_a_file_of_the_repository_alone_is_refused(names, name):
 
 
 def test_a_missing_part_is_named(names):
-    assert problems([n for n in names if not n.endswith(".cuh")]) == ["the folder cuda is missing"]
-    assert problems([n for n in names if "digits.npz" not in n]) == [
-        "jax_tilekern/cli/digits.npz is missing"
-    ]
+    parts = ["jax_tilekern/cli/digits.npz", "jax_tilekern/cuda/add.cuh", "jax_tilekern/linalg.py"]
+    for part in parts:
+        assert problems([n for n in names if n != part]) == [f"{part} is missing"]
+    (problem,) = problems([n for n in names if not n.endswith(".so")])
+    assert "compiled module" in problem
 
 
 def test_a_wheel_names_the_manylinux_that_it_is_for():
