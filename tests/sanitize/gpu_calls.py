@@ -1,6 +1,6 @@
 """Random calls of described operations by kernels on the GPU, under compute-sanitizer.
 
-    gpu_calls.py operation ...
+    gpu_calls.py [operation ...]    without an operation: what there is, one a line
 
 See ``.ci/sanitize``, and ``benchmarks/catalog`` for the operations.
 """
@@ -15,8 +15,21 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import fuzz
 
+from benchmarks import catalog
+
 # Each operation is called so often.
 CALLS = 30
+# These families have scripts of their own, or run kernels that the others' scripts do.
+OTHERS = (
+    catalog.attention, catalog.cuda_kernel, catalog.epilogues, catalog.grouped, catalog.lanes,
+    catalog.linalg, catalog.mixture, catalog.optimisers, catalog.products, catalog.quantised,
+)  # fmt: skip
+NAMES = [
+    description.name
+    for family in catalog.FAMILIES
+    for description in family.DESCRIPTIONS
+    if family not in OTHERS or description.name.endswith(", weights")
+]
 
 
 def check_calls(name: str) -> int:
@@ -28,4 +41,6 @@ def check_calls(name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(sum(map(check_calls, sys.argv[1:])))
+    if sys.argv[1:]:
+        sys.exit(sum(map(check_calls, sys.argv[1:])))
+    print(*NAMES, sep="\n")
