@@ -202,6 +202,7 @@ def _ratio(row: Record, side: str) -> float | None:
 
 
 def start() -> Iterator[str]:
+    weights, _ = _by_size_of_weights().values()
     values = {
         **{name: _speed(pattern) for name, pattern in _TEXTS["start"]["ratios"].items()},
         **{side: tokens for side, (_, tokens, _) in _mixture().items()},
@@ -209,6 +210,7 @@ def start() -> Iterator[str]:
         "segments": _mean_and_slower(_select(drawn(), _TEXTS["start"]["segments"], "h200").ratio),
         "muon_of_two": _mean(_select(recorded(), "^`muon`", "h200x2").ratio),
         "products": _mean_and_slower(_select(drawn(), "^`matmul`", "h100").ratio),
+        **{f"weights_{x}": _mean(_over_all(weights, x)) for x in ("bfloat16", "dequantised")},
     }
     cells = ([cell.format(**values) for cell in line] for line in _TEXTS["start"]["lines"])
     gain = "you get: speed over the peer, on an H100 unless a GPU is named"
@@ -424,23 +426,31 @@ def weights(kind: str) -> Iterator[str]:
     return queries[kind]()
 
 
-def _random_weights() -> Iterator[str]:
-    found = record(_RANDOM_WEIGHTS)["rows"]
-    sides = {"bfloat16": "weights of bfloat16", "dequantised": "XLA, dequantised"}
-    groups: dict[str, list[Record]] = {}
-    for row in found:
+def _by_size_of_weights() -> dict[str, list[Record]]:
+    """Return the rows of random products, large matrices first."""
+    groups: dict[str, list[Record]] = {"2^23 weights and more": [], "fewer weights": []}
+    for row in record(_RANDOM_WEIGHTS)["rows"]:
         _, n, k = (int(x) for x in re.findall(r"(\d+) x (\d+) x (\d+)", row["name"])[0])
-        size = "2^23 weights and more" if n * k >= _LARGE else "fewer weights"
-        groups.setdefault(size, []).append(row)
+        groups["2^23 weights and more" if n * k >= _LARGE else "fewer weights"].append(row)
+    return groups
+
+
+def _over_all(rows: list[Record], side: str) -> pd.Series:
+    """Return the ratios of the rows that have a side."""
+    return pd.Series(ratio for row in rows if (ratio := _ratio(row, side)) is not None)
+
+
+def _random_weights() -> Iterator[str]:
+    sides = {"bfloat16": "weights of bfloat16", "dequantised": "XLA, dequantised"}
     cells = []
-    for size, rows in sorted(groups.items()):
+    for size, rows in _by_size_of_weights().items():
         for side, title in sides.items():
-            over = pd.Series(ratio for row in rows if (ratio := _ratio(row, side)) is not None)
+            over = _over_all(rows, side)
             slower = str((over < SLOWER).sum())
             cells.append((size, title, str(len(over)), _mean(over), _number(over.min()), slower))
     heads = ("int4, 1 to 64 rows of `x`", "over", "calls", "mean", "worst", f"below {SLOWER}")
     yield from table(heads, cells, text=2)
-    yield from _source_of_weights(_RANDOM_WEIGHTS, found)
+    yield from _source_of_weights(_RANDOM_WEIGHTS, record(_RANDOM_WEIGHTS)["rows"])
 
 
 def _decoding() -> Iterator[str]:
