@@ -443,11 +443,11 @@ def _over_all(rows: list[Record], side: str) -> pd.Series:
 def _random_weights() -> Iterator[str]:
     sides = {"bfloat16": "weights of bfloat16", "dequantised": "XLA, dequantised"}
     cells = []
-    for size, rows in _by_size_of_weights().items():
+    for weights, rows in _by_size_of_weights().items():
         for side, title in sides.items():
             over = _over_all(rows, side)
             slower = str((over < SLOWER).sum())
-            cells.append((size, title, str(len(over)), _mean(over), _number(over.min()), slower))
+            cells.append((weights, title, str(len(over)), _mean(over), _number(over.min()), slower))
     heads = ("int4, 1 to 64 rows of `x`", "over", "calls", "mean", "worst", f"below {SLOWER}")
     yield from table(heads, cells, text=2)
     yield from _source_of_weights(_RANDOM_WEIGHTS, record(_RANDOM_WEIGHTS)["rows"])
