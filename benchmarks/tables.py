@@ -18,10 +18,8 @@ import numpy as np
 import pandas as pd
 
 from benchmarks import plots
-from benchmarks.catalog import DESCRIPTIONS
-from benchmarks.catalog.draw import Draw
-from benchmarks.catalog.oracles import namesake
 from benchmarks.ladder import Problem, first_sentence, problems_of, time_cells
+from benchmarks.listings import families, operations, programs, types
 from benchmarks.record import RESULTS, Record, read
 from benchmarks.report import SLOWER, WRONG, error_of, table
 from benchmarks.rows import Row
@@ -33,7 +31,10 @@ ROOT = Path(__file__).parent.parent
 _MARKED = re.compile(r"(<!-- table ([^_\W]+)_?(\w*) -->\n).*?(<!-- end -->)", re.DOTALL)
 PAGES = tuple(
     page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for page in (
+        *(ROOT / x for x in ("README.md", "benchmarks/README.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+    )
     if _MARKED.search(page.read_text())
 )
 _TEXTS: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -487,33 +488,6 @@ def _source_of_weights(path: str, rows: list[Record]) -> Iterator[str]:
     yield f"\n- {_source(path, rows, '..')}{earlier if len({*digests}) > 1 else ''}"
 
 
-# Types in the order of tables.
-_TYPES = (
-    "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "complex64",
-    "complex128", "int8", "uint8", "int16", "uint16", "int32", "uint32", "bool",
-)  # fmt: skip
-_CALLS = 200
-
-
-def operations() -> Iterator[str]:
-    """Yield a line for each operation of what its descriptions draw."""
-    cells = []
-    for name, variants in pd.Series(DESCRIPTIONS).groupby(lambda x: x.partition(",")[0]):
-        calls = [x.draw(Draw(np.random.default_rng(i))) for x in variants for i in range(_CALLS)]
-        types = {x.dtype.name for call in calls for x in call.operands if x.values is None}
-        texts = " ".join(call.arguments for call in calls)
-        precisions = set(re.findall(r"\bprecision=(\w+)", texts))
-        results = set(re.findall(r"\bpreferred_element_type=(\w+)", texts)) & {*_TYPES}
-        derivatives = ("none", "first", "second")[max(x.derivatives for x in variants)]
-        cells.append((
-            f"`{name}`", f"`{namesake(name)}`" if namesake(name) else "",
-            ", ".join(sorted(types, key=_TYPES.index)), ", ".join(sorted(precisions)),
-            ", ".join(sorted(results, key=_TYPES.index)), derivatives,
-        ))  # fmt: skip
-    heads = ("operation", "JAX's", "types of operands", "`precision`", "`preferred_element_type`")
-    return table((*heads, "derivatives"), cells, text=6)
-
-
 def ideas(ladder: str) -> Iterator[str]:
     """Yield a line for each file of a ladder: its number and the idea that it adds."""
     files = {rung.source for problem in problems_of(ladder) for rung in problem.rungs}
@@ -542,8 +516,8 @@ def times(ladder: str) -> Iterator[str]:
 _TABLES: Mapping[str, Callable[..., Iterator[str]]] = {
     query.__name__: query
     for query in (
-        attention, counts, devices, first, fp8, ideas, lanes, mixture, operations, policy,
-        primitives, random, speed, start, story, tests, times, weights,
+        attention, counts, devices, families, first, fp8, ideas, lanes, mixture, operations, policy,
+        primitives, programs, random, speed, start, story, tests, times, types, weights,
     )
 }  # fmt: skip
 

@@ -87,11 +87,10 @@ def test_files_that_a_page_links_to_exist():
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_tables_are_those_of_the_records(page):
-    # `python -m benchmarks tables` writes them.
     if page.name == "primitives.md" and f"jax {jax.__version__}." not in page.read_text():
         pytest.skip("the page has the primitives of another version of JAX")
     text = page.read_text()
-    assert text == tables.with_tables(text)
+    assert text == tables.with_tables(text), f"python -m benchmarks tables writes {page.name}"
 
 
 def test_random_calls_are_of_the_newest_sources_of_each_operation():

@@ -9,21 +9,13 @@ from fuzz import outcomes
 from numerics import BF16, F8E4, on_gpu
 
 import jax_tilekern as jtk
-from benchmarks.catalog import DESCRIPTIONS, NOT_OPERATIONS, selection
+from benchmarks.catalog import DESCRIPTIONS, selection
 
 pytestmark = pytest.mark.defaults
 
 ORDERED = [x.name for x in selection.DESCRIPTIONS] + ["cummax", "cummin", "cumsum", "cumprod"]
 # Each operation is called so often.
 CALLS, THOROUGH = 1, 8
-
-
-def test_every_public_operation_is_described():
-    modules = {"": jtk, "linalg.": jtk.linalg, "out_of_core.": jtk.out_of_core}
-    public = {prefix + name for prefix, module in modules.items() for name in module.__all__}
-    described = {name.partition(",")[0] for name in DESCRIPTIONS}
-    assert described | NOT_OPERATIONS == public
-    assert not described & NOT_OPERATIONS
 
 
 HOW = [

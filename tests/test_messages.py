@@ -266,13 +266,3 @@ def test_an_error_names_the_function_and_the_argument(name):
             (TypeError, ValueError, NotImplementedError), match=f"(?s)^.*{name}.*{message}"
         ):
             call(getattr(jtk, name))
-
-
-def test_every_function_of_the_library_alone_is_called():
-    """Those of JAX raise JAX's errors; some take anything, and others tests of their own cover."""
-    modules = jnp, jnp.linalg, jax.lax, jax.nn, jax.ops
-    of_jax = {name for name in jtk.__all__ if any(hasattr(m, name) for m in modules)}
-    own = {"all_gather_matmul", "matmul_reduce_scatter", "attention", "cuda_kernel", "muon", "tune"}
-    scopes = {"patch", "strict", "gpu_target", "export_checks", "cxx_type"}
-    functions = {name for name in jtk.__all__ if name[0].islower() and callable(getattr(jtk, name))}
-    assert functions - of_jax - own - scopes <= CALLS.keys()

@@ -32,12 +32,8 @@ SAMPLED = {name: x for name, x in DESCRIPTIONS.items() if not x.on_host}
 SAMPLED |= {
     x.name: x for family in (attention_passes, decoding_products) for x in family.DESCRIPTIONS
 }
-# Public names that compute nothing by themselves: modules, contexts, types and reports.
+# Public functions that compute nothing by themselves.
 NOT_OPERATIONS = {
-    "FFI_TARGETS", "CompileError", "CudaKernel", "Explanation", "FallbackError", "Gpu",
-    "KernelReport", "NoGpu", "QuantizedWeights", "Routing", "SegmentPlan", "TensorMap",
-    "checkpoint_policies",
-    "cost_analysis", "cxx_type", "explain", "export_checks", "gpu_target", "linalg", "out_of_core",
-    "policy", "strict", "tune", "tuning", "linalg.SlogdetResult", "out_of_core.Plan",
-    "out_of_core.plan",
+    "cost_analysis", "cxx_type", "explain", "export_checks", "gpu_target", "policy", "strict",
+    "tune", "out_of_core.plan",
 }  # fmt: skip
