@@ -30,8 +30,7 @@ from planted_faults import FAULTS
 from sharded import AUTO, AXES, EXPLICIT, SLACK, bytes_sent, collectives, devices, mesh_of, put
 
 import jax_tilekern as jtk
-from benchmarks import catalog
-from benchmarks.catalog import DESCRIPTIONS
+from benchmarks.catalog import DESCRIPTIONS, FAMILIES
 from benchmarks.catalog.bounds import BF16, F32, F64, FP8, INT4, UNIT_ROUNDOFF
 from benchmarks.catalog.oracles import ORACLES
 
@@ -455,8 +454,7 @@ OTHER_TYPES = (
     "ragged_dot",
 )
 # JAX's own functions; the oracles of others are other algorithms.
-FAMILIES = catalog.arrays, catalog.linalg, catalog.products
-OF_JAX = {x.name for family in FAMILIES for x in family.DESCRIPTIONS}
+OF_JAX = {x.name for family in ("arrays", "linalg", "products") for x in FAMILIES[family]}
 # They quantise, sort scores that may be NaN, add blocks of an operand, or multiply rows of no group
 # with 0 in plain JAX.
 WITHOUT_NAN = {

@@ -9,11 +9,11 @@ from fuzz import outcomes
 from numerics import BF16, F8E4, on_gpu
 
 import jax_tilekern as jtk
-from benchmarks.catalog import DESCRIPTIONS, selection
+from benchmarks.catalog import DESCRIPTIONS, FAMILIES
 
 pytestmark = pytest.mark.defaults
 
-ORDERED = [x.name for x in selection.DESCRIPTIONS] + ["cummax", "cummin", "cumsum", "cumprod"]
+ORDERED = [x.name for x in FAMILIES["selection"]] + ["cummax", "cummin", "cumsum", "cumprod"]
 # Each operation is called so often.
 CALLS, THOROUGH = 1, 8
 

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from benchmarks.catalog import (
-    arrays,
-    attention,
-    attention_passes,
-    convolution,
-    cuda_kernel,
-    decoding_products,
-    epilogues,
-    grouped,
-    lanes,
-    linalg,
-    mixture,
-    optimisers,
-    products,
-    quantised,
-    scans,
-    segments,
-    selection,
-)
+import importlib
+import pkgutil
 
-FAMILIES = (
-    arrays, attention, convolution, cuda_kernel, epilogues, grouped, lanes, linalg, mixture,
-    optimisers, products, quantised, scans, segments, selection,
-)  # fmt: skip
-DESCRIPTIONS = {x.name: x for family in FAMILIES for x in family.DESCRIPTIONS}
-# What ``sample`` times.
-SAMPLED = {name: x for name, x in DESCRIPTIONS.items() if not x.on_host}
-SAMPLED |= {
-    x.name: x for family in (attention_passes, decoding_products) for x in family.DESCRIPTIONS
+from benchmarks.catalog.call import Description
+
+_MODULES = {
+    x.name: importlib.import_module(f"{__name__}.{x.name}") for x in pkgutil.iter_modules(__path__)
 }
+# The descriptions of each module.
+FAMILIES: dict[str, list[Description]] = {
+    name: module.DESCRIPTIONS
+    for name, module in _MODULES.items()
+    if hasattr(module, "DESCRIPTIONS")
+}
+DESCRIPTIONS = {x.name: x for family in FAMILIES.values() for x in family}
+# What ``sample`` times: some modules have what it alone draws.
+SAMPLED = {name: x for name, x in DESCRIPTIONS.items() if not x.on_host}
+SAMPLED |= {x.name: x for module in _MODULES.values() for x in getattr(module, "SAMPLES", ())}
 # Public functions that compute nothing by themselves.
 NOT_OPERATIONS = {
     "cost_analysis", "cxx_type", "explain", "export_checks", "gpu_target", "policy", "strict",

@@ -220,7 +220,7 @@ class _Pass:
         return gradient
 
 
-DESCRIPTIONS = [
+SAMPLES = [
     Description(name, functools.partial(_Pass, name=of_primitive), shares_calls=True)
     for name, of_primitive in (("attention value", "forward"), ("attention gradient", "backward"))
 ]

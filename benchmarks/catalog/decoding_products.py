@@ -88,4 +88,4 @@ class _Product:
         }
 
 
-DESCRIPTIONS = [Description("scaled_matmul, decode", _Product)]
+SAMPLES = [Description("scaled_matmul, decode", _Product)]

@@ -15,19 +15,19 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import fuzz
 
-from benchmarks import catalog
+from benchmarks.catalog import FAMILIES
 
 # Each operation is called so often.
 CALLS = 30
 # These families have scripts of their own, or run kernels that the others' scripts do.
-OTHERS = (
-    catalog.attention, catalog.cuda_kernel, catalog.epilogues, catalog.grouped, catalog.lanes,
-    catalog.linalg, catalog.mixture, catalog.optimisers, catalog.products, catalog.quantised,
-)  # fmt: skip
+OTHERS = {
+    "attention", "cuda_kernel", "epilogues", "grouped", "lanes", "linalg", "mixture", "optimisers",
+    "products", "quantised",
+}  # fmt: skip
 NAMES = [
     description.name
-    for family in catalog.FAMILIES
-    for description in family.DESCRIPTIONS
+    for family, descriptions in FAMILIES.items()
+    for description in descriptions
     if family not in OTHERS or description.name.endswith(", weights")
 ]
 
