@@ -26,7 +26,8 @@ from jax_tilekern.plans.selection.searchsorted import Searches, plan_searchsorte
 from jax_tilekern.plans.selection.sort_rows import plan_sort_rows
 from jax_tilekern.plans.selection.sorted_rows import SortedRows
 from jax_tilekern.plans.selection.tile import Tile
-from jax_tilekern.plans.selection.top_k import MAX_K, TopK, plan_top_k
+from jax_tilekern.plans.selection.top_k import plan_top_k
+from jax_tilekern.plans.selection.top_k_problem import MAX_K, TopK
 from jax_tilekern.plans.selection.top_k_segments import plan_segments
 from jax_tilekern.plans.selection.top_k_tiles import levels_of
 

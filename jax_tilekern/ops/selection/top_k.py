@@ -23,7 +23,8 @@ from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.selection.rows import rule_of_rows
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import why_no_gpu
-from jax_tilekern.plans.selection.top_k import MAX_K, TopK, plan_top_k
+from jax_tilekern.plans.selection.top_k import plan_top_k
+from jax_tilekern.plans.selection.top_k_problem import MAX_K, TopK
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,

@@ -13,8 +13,6 @@ from jax_tilekern.plans.selection.top_k_problem import MAX_K, TopK
 from jax_tilekern.plans.selection.top_k_segments import plan_segments, takes_segments
 from jax_tilekern.plans.selection.top_k_tiles import levels_of, plan_tiles
 
-__all__ = ["MAX_K", "TopK", "plan_top_k"]
-
 _MAX_SIZE = 2**31 - 1
 _COLUMN_BYTES = 4
 _WARP_THREADS = 128
