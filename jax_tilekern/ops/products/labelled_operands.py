@@ -167,7 +167,7 @@ def product_by_lax(
         else:
             out = product(lhs.astype(out_dtype), rhs.astype(out_dtype), out_dtype=out_dtype)
     elif lowering_platform.value == "cuda" and _is_narrowed(contraction, lhs, rhs, out_dtype):
-        # LLVM would multiply in float16, and round bfloat16 operands to it, which overflow.
+        # LLVM would multiply in float16. Operands that were bfloat16 overflow there.
         out = lax.optimization_barrier(product(lhs, rhs, out_dtype=np.float32)).astype(out_dtype)
     else:
         out = product(lhs, rhs, out_dtype=out_dtype)
@@ -220,14 +220,19 @@ def _is_16_bit_loop(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
     return isinstance(elements, int) and elements < 100
 
 
-def _is_narrowed(contraction: Contraction, lhs: Array, rhs: Array, out_dtype: Any) -> bool:
-    """Return whether XLA fuses products of float32, which may have been bfloat16, to float16.
-
-    It does where nothing is contracted.
-    """
+def _terms(contraction: Contraction, lhs: Array) -> int | None:
+    """Return how many products are summed; nothing is known of a symbolic size."""
     k = math.prod(lhs.shape[contraction.lhs.index(label)] for label in contraction.contracted)
+    return k if isinstance(k, int) else None
+
+
+def _is_narrowed(contraction: Contraction, lhs: Array, rhs: Array, out_dtype: Any) -> bool:
+    """Return whether XLA fuses products of float32 with their rounding to float16.
+
+    It does where each product is an element of the result.
+    """
     types = (lhs.dtype, rhs.dtype, np.dtype(out_dtype))
-    return types == (F32, F32, F16) and isinstance(k, int) and k == 1
+    return types == (F32, F32, F16) and _terms(contraction, lhs) == 1
 
 
 def _sums_narrow_integers(lhs: Array, rhs: Array, out_dtype: Any) -> bool:
@@ -239,11 +244,11 @@ def _sums_narrow_integers(lhs: Array, rhs: Array, out_dtype: Any) -> bool:
 
 def _is_exact_in_float32(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
     """Return whether every sum of products of two arrays of integers fits float32."""
-    k = math.prod(lhs.shape[contraction.lhs.index(label)] for label in contraction.contracted)
+    terms = _terms(contraction, lhs)
     largest = math.prod(
         128 if jnp.issubdtype(x.dtype, jnp.signedinteger) else 255 for x in (lhs, rhs)
     )
-    return isinstance(k, int) and k * largest <= 1 << 24  # A symbolic k is no int.
+    return terms is not None and terms * largest <= 1 << 24
 
 
 def _dot_general(
