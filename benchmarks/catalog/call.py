@@ -97,6 +97,8 @@ class Call:
         Whether columns of the results have any sign.
     is_plain
         Whether NaN and infinity propagate as in a sum of products.
+    has_peer
+        Whether XLA compiles the same in plain JAX.
     """
 
     operation: str
@@ -108,6 +110,7 @@ class Call:
     is_plain: bool = True
     up_to_signs: bool = False
     has_jaxs_bits: bool = False
+    has_peer: bool = True
 
     def __str__(self):
         arguments = f"; {self.arguments}" if self.arguments else ""
@@ -145,12 +148,7 @@ class Call:
         return function
 
     def sides(self) -> dict[str, Side]:
-        # XLA's compiler for GPUs ends the process where it meets complex groups (jax 0.11.2).
-        if self.operation.startswith("ragged_dot") and any(
-            x.dtype.kind == "c" for x in self.operands
-        ):
-            return {}
-        return {"XLA": Side(self.of_namespace(PEERS))}
+        return {"XLA": Side(self.of_namespace(PEERS))} if self.has_peer else {}
 
 
 def random_arrays(operands: Sequence[Operand], seed: int) -> list[Any]:

@@ -64,6 +64,8 @@ def ragged_dot(draw: Draw, name: str) -> Call:
         errors,
         cotangent_errors if all(map(is_float, types)) else None,
         is_plain=False,
+        # XLA's compiler for GPUs ends the process where it meets complex groups (jax 0.11.2).
+        has_peer=all(x.kind != "c" for x in types),
     )
 
 
