@@ -51,25 +51,31 @@ def everything(m: Any, options: dict[str, Any], operands: Any, d_out: Any, dots:
     return out, *back(d_out), jax.jvp(attention, operands, dots)[1]
 
 
-wrong = 0
-rng = np.random.default_rng(0)
-for (b, t, s, n, k, h, d), bias, options in CALLS:
-    shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d), *([bias] if bias else [])
-    operands, dots = (
-        tuple(jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in shapes) for _ in range(2)
-    )
-    if "score_mod" in options:
-        operands, dots = (*operands, jnp.asarray(SLOPES)), (*dots, jnp.asarray(SLOPES))
-    d_out = jnp.asarray(rng.standard_normal((b, t, n, d)), jnp.bfloat16)
-    results = {}
-    for name, m in (("ours", jtk), ("exact", ORACLES)):
-        given = operands, d_out, dots
-        if name == "exact":
-            given = jax.tree.map(lambda x: x.astype(np.float32), given)
-        with jtk.policy("kernels"), jax.default_matmul_precision("highest"):
-            results[name] = jax.jit(functools.partial(everything, m, options))(*given)
-    for x, y in zip(results["ours"], results["exact"], strict=True):
-        x, y = (np.asarray(z, np.float64) for z in (x, y))
-        wrong += not np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y)
-print(f"attention: {len(CALLS)} calls, {wrong} wrong")
-sys.exit(wrong > 0)
+def check_attention() -> int:
+    """Run every call, its gradients and a tangent; return how many results were wrong."""
+    wrong, rng = 0, np.random.default_rng(0)
+    for (b, t, s, n, k, h, d), bias, options in CALLS:
+        shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d), *([bias] if bias else [])
+        operands, dots = (
+            tuple(jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in shapes)
+            for _ in range(2)
+        )
+        if "score_mod" in options:
+            operands, dots = (*operands, jnp.asarray(SLOPES)), (*dots, jnp.asarray(SLOPES))
+        d_out = jnp.asarray(rng.standard_normal((b, t, n, d)), jnp.bfloat16)
+        results = {}
+        for name, m in (("ours", jtk), ("exact", ORACLES)):
+            given = operands, d_out, dots
+            if name == "exact":
+                given = jax.tree.map(lambda x: x.astype(np.float32), given)
+            with jtk.policy("kernels"), jax.default_matmul_precision("highest"):
+                results[name] = jax.jit(functools.partial(everything, m, options))(*given)
+        for x, y in zip(results["ours"], results["exact"], strict=True):
+            x, y = (np.asarray(z, np.float64) for z in (x, y))
+            wrong += not np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y)
+    print(f"attention: {len(CALLS)} calls, {wrong} wrong", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(check_attention() > 0)
