@@ -2,6 +2,9 @@
 
 import inspect
 import operator
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from benchmarks import listings
 from benchmarks.catalog import NOT_OPERATIONS
 from benchmarks.catalog.oracles import ORACLES
 
+SANITIZE = Path(__file__).parent / "sanitize"
 # Tests of their own have the errors of these.
 _OTHER_ERRORS = {
     "all_gather_matmul", "matmul_reduce_scatter", "attention", "cuda_kernel", "muon", "tune",
@@ -69,3 +73,12 @@ def test_each_missing_piece_is_named(monkeypatch):
         "benchmarks/catalog/oracles.py; `::: jax_tilekern.rows_of` in docs/reference; its errors "
         "in CALLS of tests/test_messages.py"
     )
+
+
+def test_kernels_run_under_compute_sanitizer():
+    command = [sys.executable, SANITIZE / "commands.py", "racecheck"]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert "tests/sanitize/gpu_calls.py 'top_k'" in found
+    assert "tests/sanitize/gpu_fp8.py products" not in found
+    scripts = {line.split("/")[-1].partition(" ")[0] for line in found}
+    assert scripts == {x.name for x in SANITIZE.glob("gpu_*.py")} - {"gpu_attention.py"}

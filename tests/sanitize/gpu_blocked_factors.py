@@ -23,6 +23,11 @@ from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.linalg.blocked_cholesky import plan_cholesky
 from jax_tilekern.plans.linalg.blocked_lu_plans import plan_inverse, plan_solution
 
+PARTS = [
+    *(f"{dtype} {x}" for dtype in ("float32", "float64") for x in ("300 0", "600 5", "2100 40")),
+    *(f"cholesky {size}" for size in (128, 300, 1001)),
+]
+
 
 def result_of(plan: Any, *operands: np.ndarray) -> np.ndarray:
     """Return what a plan makes of operands, of the last one's shape and type, in float64."""

@@ -1,6 +1,6 @@
 """Random calls of described operations by kernels on the GPU, under compute-sanitizer.
 
-    gpu_calls.py [operation ...]    without an operation: what there is, one a line
+    gpu_calls.py operation ...
 
 See ``.ci/sanitize``, and ``benchmarks/catalog`` for the operations.
 """
@@ -24,8 +24,8 @@ OTHERS = {
     "attention", "cuda_kernel", "epilogues", "grouped", "lanes", "linalg", "mixture", "optimisers",
     "products", "quantised",
 }  # fmt: skip
-NAMES = [
-    description.name
+PARTS = [
+    f"'{description.name}'"
     for family, descriptions in FAMILIES.items()
     for description in descriptions
     if family not in OTHERS or description.name.endswith(", weights")
@@ -41,6 +41,4 @@ def check_calls(name: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        sys.exit(sum(map(check_calls, sys.argv[1:])))
-    print(*NAMES, sep="\n")
+    sys.exit(sum(map(check_calls, sys.argv[1:])))

@@ -253,6 +253,7 @@ CHECKS = {
     "groups": check_groups,
     "quantizers": check_quantizers,
 }
+PARTS = list(CHECKS)
 
 if __name__ == "__main__":
     sys.exit(sum(CHECKS[name]() for name in sys.argv[1:] or CHECKS))

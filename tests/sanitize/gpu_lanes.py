@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import group_functions
 import lane_functions
 
+PARTS = ["1", "32", "64", "128"]
 Function = Callable[..., Any]
 
 

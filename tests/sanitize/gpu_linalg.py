@@ -24,6 +24,11 @@ from jax_tilekern import linalg
 SIZES = (1, 2, 3, 7, 8, 16, 17, 32, 33, 64)
 COLUMNS = (1, 2, 11)
 COUNT = 37
+PARTS = [
+    f"{dtype} {sizes}"
+    for dtype in ("float32", "float64")
+    for sizes in ("1 2", "3 7", "8 16", "17 32", "33 64")
+]
 
 
 def decompositions(

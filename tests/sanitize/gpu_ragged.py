@@ -29,6 +29,8 @@ from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
 from jax_tilekern.plans.launch import NoKernel
 
+# By arithmetic: racecheck, on one core, did not end in minutes with all of them.
+PARTS = list(TYPES)
 # The batch size for each kind of bounds below.
 BATCH = 3
 

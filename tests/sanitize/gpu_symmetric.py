@@ -23,6 +23,7 @@ from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.tuning.product_timing import ArrayProduct
 
+PARTS = ["", "claimed"]
 BF16 = ml_dtypes.bfloat16
 TYPES = {
     "bf16": (BF16, BF16), "f16": (np.float16, np.float32), "tf32": (np.float32, np.float32),
