@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jax_tilekern.interop import compat, ffi
+from jax_tilekern.ops.arrays.transpose import transpose
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.ops.products.groups import gathered
-from jax_tilekern.ops.products.labelled_operands import broadcasted, converted, transposed
+from jax_tilekern.ops.products.labelled_operands import broadcasted, converted
 from jax_tilekern.plans.contraction import Contraction, Labels, matmul_geometry
 from jax_tilekern.plans.cpu import product_reason
 from jax_tilekern.plans.gemm.arithmetic import (
@@ -55,18 +56,22 @@ class Platform(NamedTuple):
         ``arithmetic(lhs, rhs, out, precision)`` chooses from the types.
     needs_unit_stride
         Whether each matrix must have a unit stride in memory.
+    transpose
+        ``transpose(x, axes)`` moves what no kernel reads as it lies.
     """
 
     arithmetic: Callable[..., str | Converted | None]
     needs_unit_stride: bool
+    transpose: Callable[[Array, Sequence[int]], Array]
 
     def obstacle(self, geometry: MatmulGeometry) -> str | None:
         """Return in words why no kernel supports a geometry, if none does."""
         return geometry.without_unit_stride if self.needs_unit_stride else None
 
 
-CPU = Platform(cpu_arithmetic, needs_unit_stride=False)
-CUDA = Platform(cuda_arithmetic, needs_unit_stride=True)
+CPU = Platform(cpu_arithmetic, needs_unit_stride=False, transpose=transpose)
+# XLA fuses transposes with what makes their operands.
+CUDA = Platform(cuda_arithmetic, needs_unit_stride=True, transpose=lax.transpose)
 
 
 class LabelledOperand(NamedTuple):
@@ -199,7 +204,34 @@ def state_problem(
     assert obstacle is not None
     if c.mergeable() == c:
         return Fallback(obstacle)
-    return Rewrite(f"operands reordered first: {obstacle}", functools.partial(_reordered, again, c))
+    return Rewrite(
+        f"operands reordered first: {obstacle}",
+        functools.partial(_reordered, again, platform.transpose, c),
+    )
+
+
+def stated_product(
+    contract: Contract,
+    platform: Platform,
+    operands: Sequence[Operand],
+    *,
+    contraction: Contraction,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    **_: Any,
+) -> Product | None:
+    """Return the product that a kernel computes of a contraction, in the types of its arithmetic.
+
+    There is none of a contraction that no kernel computes as it lies.
+    """
+    lhs, rhs = (x.aval for x in operands[:2])
+    types = chosen_arithmetic(platform, lhs, rhs, contraction, precision, out_dtype)
+    if isinstance(types, Converted):
+        own, out_dtype = types.operands, types.result
+        operands = [x._replace(aval=x.aval.update(dtype=own)) for x in operands[:2]]
+    params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
+    problem = state_problem(contract, platform, operands, **params)
+    return problem.product if isinstance(problem, LoweredProduct) else None
 
 
 # Other contractions that compute a call.
@@ -225,19 +257,28 @@ def _gathered(contract: Contract, contraction: Contraction, *operands: Array) ->
 
 
 def _reordered(
-    contract: Contract, contraction: Contraction, lhs: Array, rhs: Array, *bounds: Array
+    contract: Contract,
+    transpose: Callable[[Array, Sequence[int]], Array],
+    contraction: Contraction,
+    lhs: Array,
+    rhs: Array,
+    *bounds: Array,
 ) -> Array:
     c, plain = contraction, contraction.mergeable()
+
+    def moved(x: Array, labels: Labels, wanted: Labels) -> Array:
+        return x if labels == wanted else transpose(x, tuple(map(labels.index, wanted)))
+
     sizes: dict[int, int] = {}
     for labels, x in zip(c.operands, (lhs, rhs, *bounds), strict=True):
         sizes |= zip(labels, x.shape, strict=True)
     out = contract(
-        transposed(lhs, c.lhs, plain.lhs),
-        transposed(rhs, c.rhs, plain.rhs),
+        moved(lhs, c.lhs, plain.lhs),
+        moved(rhs, c.rhs, plain.rhs),
         *(broadcasted(x, c.bounds, plain.bounds, sizes) for x in bounds),
         contraction=plain,
     )
-    return transposed(out, plain.out, c.out)
+    return moved(out, plain.out, c.out)
 
 
 # Planners.

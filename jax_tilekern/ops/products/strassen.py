@@ -7,6 +7,7 @@ that it computes. Each device applies the algorithm to its part of the operands.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from jax import Array, lax
@@ -18,12 +19,22 @@ from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.arguments import integer
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.products import contraction as contractions
-from jax_tilekern.ops.products.contraction_lowering import source
+from jax_tilekern.ops.products.contraction_lowering import CPU, source, stated_product
 from jax_tilekern.ops.products.labelled_operands import product_by_lax
 from jax_tilekern.ops.products.matmul import labelled_matrices
 from jax_tilekern.plans.contraction import Contraction
+from jax_tilekern.plans.cpu import current_cpu
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.primitives.operation import Operation, Planner, Rewrite, define, no_refusal
+from jax_tilekern.plans.gemm.strassen import is_slower_in_blocks
+from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.primitives.operation import (
+    Operand,
+    Operation,
+    Planner,
+    Rewrite,
+    define,
+    no_refusal,
+)
 
 
 @jitted("levels", "precision", "out_sharding")
@@ -41,7 +52,9 @@ def strassen_matmul(
     in place of 8 products. Odd sizes are padded with zeros. Sums of blocks are rounded to the
     operands' type: errors, in the norm of the maximum, grow by a factor of up to 4.5 a level.
     Integers are exact, modulo their type. Derivatives are such products too. Each device of a mesh
-    cuts its own part; where a product is left to XLA, it is XLA's own.
+    cuts its own part; where a product is left to XLA, it is XLA's own. On a CPU of which times are
+    recorded, a product that is predicted to be faster than its blocks is not cut, unless
+    ``jax_tilekern.policy("kernels")`` asks for it.
 
     Parameters
     ----------
@@ -120,8 +133,19 @@ def _by_blocks(
     return lax.slice(whole, [0] * whole.ndim, [sizes[x] for x in c.out]).astype(out_dtype)
 
 
-def _plan(_: Any, __: Any, **params: Any) -> Rewrite:
+def _cuda(_: Any, __: Any, **params: Any) -> Rewrite:
     return Rewrite("7 products of blocks", functools.partial(_by_blocks, **params))
+
+
+def _cpu(operands: Sequence[Operand], avals: Any, *, levels: int, **params: Any) -> Rewrite:
+    if current_policy() != "kernels":
+        product = stated_product(contractions.contract, CPU, operands, **params)
+        if product is not None and is_slower_in_blocks(product, levels, current_cpu()):
+            return Rewrite(
+                "one product is predicted faster than 7 of blocks",
+                functools.partial(contractions.contract, **params),
+            )
+    return _cuda(operands, avals, levels=levels, **params)
 
 
 _bind = define(
@@ -131,7 +155,7 @@ _bind = define(
         transposes=contractions.transposes(_contract),
         batch=functools.partial(contractions.batched, _contract),
         sharding_rule=contractions.sharding_rule,
-        planners=dict.fromkeys(("cpu", "cuda"), Planner(no_refusal, _plan)),
+        planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(no_refusal, _cuda)},
         describe=lambda contraction, levels, **_: f"strassen {contraction}, levels={levels}",
         source=source,
         in_float32=contractions.in_float32,
