@@ -59,9 +59,13 @@ void FindBounds(const Workers& workers, const int32_t* keys, int64_t rows, int64
     const int64_t begin = task * kTaskBounds, end = std::min(begin + kTaskBounds, bins + 1);
     int64_t place = Search(keys, 0, rows, begin - 1);
     const int64_t last = std::max(place, Search(keys, 0, rows, end - 1));
-    for (int64_t bin = begin; bin < end; ++bin) {
+    for (int64_t bin = begin; bin < end;) {
       place = SearchNear(keys, place, last, bin - 1);
-      bounds[bin] = static_cast<int32_t>(place);
+      // Bins that no key has begin where the next one does.
+      const int64_t next = place < last ? std::min<int64_t>(int64_t{keys[place]} + 2, end) : end;
+      const int64_t after = std::max(next, bin + 1);
+      std::fill(bounds + bin, bounds + after, static_cast<int32_t>(place));
+      bin = after;
     }
   });
   bounds[0] = 0;
