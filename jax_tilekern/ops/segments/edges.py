@@ -18,7 +18,8 @@ from jax_tilekern.interop.originals import ops
 from jax_tilekern.ops.segments.batches import by_batch, first_of_batches
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
 from jax_tilekern.partitioning import params_text
-from jax_tilekern.plans.segments.problem import Combiner
+from jax_tilekern.plans.segments.problem import EXTREMA, Combiner
+from jax_tilekern.primitives.operation import lowering_platform
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,9 @@ def value_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def by_scatter(read: EdgeOperands, call: SegmentCall) -> Array:
     """Reduce by JAX's own operations."""
     values = edge_values(read.arrays, read.indices, call.gathers, call.function)
-    values = values.astype(value_dtype(call.dtype))
+    # On CPUs a conversion is a pass of its own, which extrema do not need.
+    is_exact = call.reduction in EXTREMA and lowering_platform.value == "cpu"
+    values = values.astype(call.dtype if is_exact else value_dtype(call.dtype))
     if call.batch == 1:
         by_jax = getattr(ops, f"segment_{call.reduction}")
         total: Array = by_jax(values, read.keys, call.segments, call.is_sorted)

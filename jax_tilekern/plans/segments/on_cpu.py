@@ -5,7 +5,7 @@ The numbers are measured on an AMD EPYC with AVX-512.
 
 from __future__ import annotations
 
-from jax_tilekern.plans.segments.problem import SegmentReduction
+from jax_tilekern.plans.segments.problem import EXTREMA, SegmentReduction
 
 # Totals of so many bytes are read and written faster at random than their edges are sorted and
 # read at random. Rows of fewer bytes are never worth a sort.
@@ -53,8 +53,9 @@ def why_slower(reduction: SegmentReduction) -> str | None:
     numbers, row = r.edges * r.columns, r.columns * r.value.itemsize
     if numbers < _LEAST_NUMBERS:
         return f"XLA's scatter of {numbers} numbers takes no longer than a call of a kernel"
-    # XLA converts floats of 16 bits in a pass of their own.
-    is_converted = r.operands[0].dtype.itemsize < r.value.itemsize
+    # XLA converts floats of 16 bits in a pass of their own, unless it has the extrema of them.
+    is_narrow = r.operands[0].dtype.itemsize < r.value.itemsize
+    is_converted = is_narrow and r.reduction not in EXTREMA
     if is_converted or numbers < _LEAST_SCATTERED:
         return None
     is_wide = row >= _LEAST_SORTED_BYTES

@@ -12,6 +12,8 @@ from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import VECTOR_BYTES, WARP, power_of_two
 
 Combiner = Literal["sum", "prod", "max", "min"]
+# What has the same bits in any type that holds the values.
+EXTREMA: tuple[Combiner, ...] = ("max", "min")
 
 # The classes of `ffi/cuda/segments/segments.cuh`.
 CXX_REDUCTIONS: dict[Combiner, str] = {
