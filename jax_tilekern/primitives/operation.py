@@ -88,6 +88,7 @@ class Rewrite:
     reason: str
     function: Callable[..., Any]
     predicted_us: PredictedUs = NOT_PREDICTED
+    operands: Sequence[Operand] | None = None  # of the function, if not those of the call
 
 
 @dataclass(frozen=True)
@@ -624,6 +625,9 @@ def _lowered(
     function: Callable[..., Any] = functools.partial(operation.reference, **params)
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
+        if outcome.operands is not None:
+            values = tuple(x.value for x in outcome.operands)
+            ctx = ctx.replace(avals_in=[x.aval for x in outcome.operands])
     if not compat.passes_numbers(ctx):
         modes = Modes.current()
     # Integers of sizes and of platforms, which functions of the module pass on, have the type of

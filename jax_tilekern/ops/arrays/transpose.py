@@ -148,6 +148,13 @@ def _cpu(operands: Sequence[Operand], _: Any, *, axes: Axes) -> PlannedKernel | 
     return chosen_cpu_kernel(transpose_workload(permutation), kernel)
 
 
+def is_moved_by_kernel(x: Any, axes: Sequence[int]) -> bool:
+    """Return whether a kernel of this CPU transposes an abstract value, and not XLA."""
+    axes = tuple(axes)
+    refused = _refusal(x, axes=axes) is not None or 0 in x.shape
+    return not refused and isinstance(_cpu([Operand(None, x)], None, axes=axes), PlannedKernel)
+
+
 _bind = define(
     Operation(
         name="tilekern_transpose",

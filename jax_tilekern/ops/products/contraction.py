@@ -536,7 +536,7 @@ def _planner(platform: str) -> Planner:
         outcome = of(params).plan(operands, results, **params)
         if isinstance(outcome, Rewrite) and "function" not in params:
             function = outcome.function
-            return Rewrite(outcome.reason, lambda *x: [function(*x)])
+            return dataclasses.replace(outcome, function=lambda *x: [function(*x)])
         return outcome
 
     return Planner(refusal, plan)

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.interop import compat, ffi
-from jax_tilekern.ops.arrays.transpose import transpose
+from jax_tilekern.ops.arrays.transpose import is_moved_by_kernel, transpose
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.ops.products.groups import gathered
 from jax_tilekern.ops.products.labelled_operands import broadcasted, converted
@@ -58,20 +58,27 @@ class Platform(NamedTuple):
         Whether each matrix must have a unit stride in memory.
     transpose
         ``transpose(x, axes)`` moves what no kernel reads as it lies.
+    moves
+        ``moves(aval, axes)`` says whether a kernel does, and no operation of XLA's.
     """
 
     arithmetic: Callable[..., str | Converted | None]
     needs_unit_stride: bool
     transpose: Callable[[Array, Sequence[int]], Array]
+    moves: Callable[[Any, Sequence[int]], bool]
 
     def obstacle(self, geometry: MatmulGeometry) -> str | None:
         """Return in words why no kernel supports a geometry, if none does."""
         return geometry.without_unit_stride if self.needs_unit_stride else None
 
 
-CPU = Platform(cpu_arithmetic, needs_unit_stride=False, transpose=transpose)
+CPU = Platform(
+    cpu_arithmetic, needs_unit_stride=False, transpose=transpose, moves=is_moved_by_kernel
+)
 # XLA fuses transposes with what makes their operands.
-CUDA = Platform(cuda_arithmetic, needs_unit_stride=True, transpose=lax.transpose)
+CUDA = Platform(
+    cuda_arithmetic, needs_unit_stride=True, transpose=lax.transpose, moves=lambda *_: False
+)
 
 
 class LabelledOperand(NamedTuple):
@@ -186,6 +193,11 @@ def state_problem(
         found = matmul_geometry(labels, *(x.shape for x in avals), extra=extra)
         if isinstance(found, str):
             obstacle = found
+            # A transpose that is left to XLA would be looked through again.
+            moves = _moves(left, right, labels)
+            if moves and all(platform.moves(x.aval, axes) for x, axes in moves):
+                factors = [Operand(x.value, x.aval) for x in (left, right)]
+                return _reordering(again, platform, [*factors, *bounds], labels, obstacle)
             continue
         if found.swapped:
             left, right = right, left
@@ -204,9 +216,29 @@ def state_problem(
     assert obstacle is not None
     if c.mergeable() == c:
         return Fallback(obstacle)
+    return _reordering(again, platform, operands, c, obstacle)
+
+
+def _moves(
+    lhs: LabelledOperand, rhs: LabelledOperand, contraction: Contraction
+) -> list[tuple[LabelledOperand, Sequence[int]]]:
+    """Return the operands that have to be reordered, and their dimensions in the new order."""
+    plain = contraction.mergeable()
+    pairs = ((lhs, plain.lhs), (rhs, plain.rhs))
+    return [(x, tuple(map(x.labels.index, wanted))) for x, wanted in pairs if x.labels != wanted]
+
+
+def _reordering(
+    contract: Contract,
+    platform: Platform,
+    operands: Sequence[Operand],
+    contraction: Contraction,
+    obstacle: str,
+) -> Rewrite:
     return Rewrite(
         f"operands reordered first: {obstacle}",
-        functools.partial(_reordered, again, platform.transpose, c),
+        functools.partial(_reordered, contract, platform.transpose, contraction),
+        operands=operands,
     )
 
 

@@ -114,10 +114,21 @@ def vdot(
         "precision": precision,
         "preferred_element_type": preferred_element_type,
     }
-    product_type(jnp.vdot, a, b, **options)
+    result = product_type(jnp.vdot, a, b, **options)
     a, b = jnp.asarray(a), jnp.asarray(b)
     a = jnp.conj(a) if jnp.issubdtype(a.dtype, jnp.complexfloating) else a
-    return dot(a.ravel(), b.ravel(), **options)
+    if a.shape != b.shape:
+        return dot(a.ravel(), b.ravel(), **options)
+    # Arrays of one shape are contracted as they lie.
+    labels = tuple(range(a.ndim))
+    product = contract(
+        a,
+        b,
+        contraction=Contraction(labels, labels, ()),
+        precision=compat.canonicalize_precision(precision),
+        out_dtype=result.dtype,
+    )
+    return compat.with_type(product, result.dtype, result.weak_type)
 
 
 @jitted("precision", "preferred_element_type", "out_sharding")
