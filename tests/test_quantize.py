@@ -18,7 +18,7 @@ from sharded import bytes_sent, devices
 import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.ops.quantisation import quantize
-from jax_tilekern.ops.quantisation.fp8_bits import fp8_bits, fp8_numbers
+from jax_tilekern.ops.quantisation.fp8_bits import fp8_bits
 from jax_tilekern.ops.quantisation.quantize import _reciprocal
 from jax_tilekern.plans.quantize import Quantized
 from jax_tilekern.primitives.operation import lowering_platform
@@ -298,12 +298,10 @@ def test_the_kernel_compiles_without_spills(of, square):
 
 
 @pytest.mark.parametrize("dtype", [F8E4, F8E5])
-def test_conversions_of_8_bit_floats(rng, dtype):
+def test_rounding_to_8_bit_floats(rng, dtype):
     """Every number, the ones around it, and the midpoints between two, and those around them."""
     numbers = np.arange(256, dtype=np.uint8).view(dtype)
     exact = numbers.astype(np.float32)
-    np.testing.assert_array_equal(fp8_numbers(jnp.asarray(numbers)), exact)
-
     finite = np.unique(exact[np.isfinite(exact)])
     steps = np.concatenate([finite, (finite[1:] + finite[:-1]) / 2, [1e-30, -1e-30, -0.0]])
     steps = steps.astype(np.float32)

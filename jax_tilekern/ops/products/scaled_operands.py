@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.ops.quantisation.fp8_bits import fp8_numbers
 from jax_tilekern.ops.quantisation.quantize import scales_of_elements
 from jax_tilekern.plans.gemm.arithmetic import FP8, SUB_BYTE_INTEGERS
 from jax_tilekern.plans.quantize import BLOCK, GROUPS, INTEGERS, QUANTIZED_DTYPES
@@ -141,10 +140,7 @@ def refuse_tangent(function: str, operand: int) -> None:
 
 def dequantized(x: Array, scales: Array, zeros: Array | None = None) -> Array:
     """Return values, less their zero points, times the scales of their blocks, in float32."""
-    if lowering_platform.value == "cpu" and x.dtype in FP8:
-        wide = fp8_numbers(x)
-    else:
-        wide = _in_bytes(x).astype(np.float32)
+    wide = _in_bytes(x).astype(np.float32)
     if zeros is not None:
         wide = wide - of_elements(zeros, x)
     return wide * of_elements(scales, x)
