@@ -2,12 +2,14 @@
 
     python -m benchmarks fit_policy DEVICE RECORD... [--times FILE] [--json FILE]
     python -m benchmarks fit_policy DEVICE --measure FOLDER [--minutes 30] [--json FILE]
+    python -m benchmarks fit_policy DEVICE RECORD... --again --minutes 2 --times FILE
 
 The second form draws calls of the operations that the policy predicts, times them on this machine,
-and writes the records to the folder first. What another device's data says of a device with the
-same SMs (``SCALED`` of ``plans/policy/model.py``) is corrected by its own calls. It stays as it is
-where these are few, and where corrections choose no better on unseen calls. An operation whose
-model gains nothing over XLA on unseen calls has none.
+and writes the records to the folder first. The third form times calls of records again on this CPU,
+those that the file lacks, as many as there is time for. What another device's data says of a device
+with the same SMs (``SCALED`` of ``plans/policy/model.py``) is corrected by its own calls. It stays
+as it is where these are few, and where corrections choose no better on unseen calls. An operation
+whose model gains nothing over XLA on unseen calls has none.
 Every call is predicted by models that were fitted without it, five times a fifth of the calls. The
 margin is chosen, and the error reported, on these predictions. The file has models of all calls.
 """
@@ -16,22 +18,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 import numpy as np
 
+import jax_tilekern as jtk
 from benchmarks.errors import BenchmarkError
 from benchmarks.record import Record, command_text, read, write
-from benchmarks.rows import OURS, Row, jitted
+from benchmarks.rows import OPERATIONS, OURS, Row, jitted
 from benchmarks.sample import DrawnCall
+from benchmarks.timing import wall_times
 from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.ops import planned_kernel
@@ -82,6 +88,7 @@ _FOLDS = 5
 # and for errors.
 _MANY, _FEW = (120, 5, 0.12), (60, 4, 0.15)
 _MANY_TIMES = 800
+_AGAIN_SECONDS = 0.05
 _FEWEST = 25  # calls of an operation that has a model
 _ERRORS = (40, 3, 0.1)
 # What corrects another model.
@@ -101,6 +108,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("device", help="the name of a GPU, or a CPU's, as doctor prints it")
     parser.add_argument("records", metavar="RECORD", nargs="*", type=Path)
     parser.add_argument("--measure", metavar="FOLDER", type=Path, help="time calls here first")
+    parser.add_argument(
+        "--again", action="store_true", help="time calls of the records that --times lacks; no fit"
+    )
     parser.add_argument("--minutes", type=float, default=30, help="to time calls (%(default)s)")
     parser.add_argument("--seed", type=int, default=70, help="of these calls; even ones are to fit")
     parser.add_argument(
@@ -122,9 +132,13 @@ def run(arguments: argparse.Namespace) -> int:
             subprocess.run(list(map(str, [*words, "--json", record])), check=False)
             records += [record] if record.exists() else []
     times = read_times(records)
+    if arguments.again:
+        times = _timed_again(times, arguments.times, arguments.minutes)
     if arguments.times is not None:
         rows = [_line(x) for x in times]
         write(arguments.times, {"rows": rows})
+    if arguments.again:
+        return 0
     target = _device(arguments.device)
     calls = _measured_calls(times, target)
     if not calls:
@@ -161,6 +175,39 @@ def run(arguments: argparse.Namespace) -> int:
         }
         write_json(arguments.json, content)
     return 0
+
+
+def _timed_again(calls: Sequence[CallTimes], path: Path | None, minutes: float) -> list[CallTimes]:
+    """Return the calls of a file, and as many others as there is time to time."""
+    found = read_times([path]) if path is not None and path.exists() else []
+    known, end = {call.name for call in found}, monotonic() + 60 * minutes
+    for call in calls:
+        if monotonic() > end:
+            break
+        if call.name not in known:
+            found.append(call._replace(microseconds=_times_on_cpu(call.row)))
+    return found
+
+
+def _times_on_cpu(row: Row | DrawnCall) -> dict[str, float]:
+    """Return the microseconds of XLA and, where there is a kernel, of the first candidate."""
+    with row.types_enabled():
+        if isinstance(row, Row):
+            operation = OPERATIONS[row.operation]
+            ours, xla = (jitted(row, side) for side in (OURS, operation.sides[operation.peer]()))
+            operands: Sequence[Any] = row.random_operands()
+        else:
+            ours, xla = map(jax.jit, (row.function(jtk), row.call.sides()["XLA"].function))
+            operands = jax.device_put(row.call.values(row.index))
+        with jtk.policy("kernels"):
+            choices = jtk.explain(ours, *operands)
+            sides = {_FIRST: ours} if all(x.kernel for x in choices) else {}
+            runs = {
+                name: functools.partial(side.lower(*operands).compile(), *operands)
+                for name, side in {**sides, XLA: xla}.items()
+            }
+        found = wall_times(runs, _AGAIN_SECONDS).medians()
+    return {side: round(1e6 * seconds, 3) for side, seconds in found.items()}
 
 
 def _device(name: str) -> Device:

@@ -139,6 +139,13 @@ def test_samples_of_descriptions_are_measured_and_fitted(tmp_path):
     assert of_add.microseconds["xla"] == pytest.approx(1e6 * found[0]["seconds"]["XLA"], abs=1e-3)
     call = fit_policy.measured_call(of_add, Cpu(""))
     assert call.workload.operation == "add"
+    again = tmp_path / "again.jsonl"
+    command = ["fit_policy", "CPU", str(path), "--again", "--times", str(again)]
+    for minutes, calls in (("0", 0), ("1", 2), ("0", 2)):
+        assert main([*command, "--minutes", minutes]) == 0
+        timed = fit_policy.read_times([again])
+        assert [x.name for x in timed] == [row["name"] for row in found][:calls]
+        assert all({*x.microseconds} <= {"first", "xla"} for x in timed)
     other = record.read(path)
     other["rows"][0]["name"] = "a call that the catalog does not draw"
     record.write(path, other)

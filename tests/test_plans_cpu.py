@@ -10,10 +10,14 @@ import pytest
 
 import jax_tilekern as jtk
 from jax_tilekern import _core
+from jax_tilekern.ops.products import strassen
 from jax_tilekern.plans.cpu import Cpu
+from jax_tilekern.plans.gemm import strassen as strassen_times
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.policy import choose
+from jax_tilekern.plans.policy.choice import PredictedTimes
+from jax_tilekern.plans.policy.model import DeviceModel
 from jax_tilekern.plans.policy.workload import product_workload
 
 pytestmark = pytest.mark.defaults
@@ -91,3 +95,44 @@ def test_what_ends_a_program_in_xla_is_stated_otherwise(spec):
     amx = Cpu("avx512_vnni", has_amx=True)
     batch = {"batch": (3,), "lhs_strides": (20, 60, 1)}
     assert "(AMX)" not in chosen(amx, 64, 64, 20, "bfloat16", "float32", **batch).reason
+
+
+def test_strassen_is_one_product_where_that_is_predicted_faster(monkeypatch):
+    def how(device):
+        monkeypatch.setattr(strassen, "current_cpu", lambda: device)
+        jax.clear_caches()
+        choice, *_ = jtk.explain(jtk.strassen_matmul, jnp.ones((300, 300)), jnp.ones((300, 300)))
+        return choice.reason
+
+    assert how(Cpu("avx512_bf16")) == "one product is predicted faster than 7 of blocks"
+    assert how(Cpu("of no data")) == "7 products of blocks"
+    with jtk.policy("kernels"):
+        assert how(Cpu("avx512_bf16")) == "7 products of blocks"
+
+
+@pytest.mark.parametrize(
+    ("size", "multiply_adds", "slower"), [(64, 1e3, True), (4096, 1e3, False), (4096, 1e6, True)]
+)
+def test_strassen_pays_where_products_take_longer_than_additions(
+    monkeypatch, size, multiply_adds, slower
+):
+    """A product takes the time of its multiply-adds, and an addition that of its bytes."""
+    known = DeviceModel("a CPU", 0.0, 1e4, {"f64": multiply_adds}, {}, {})
+
+    def predicted(workload, *_):
+        return PredictedTimes(np.array([np.inf]), known.roofline(workload), 1.0, known.device)
+
+    monkeypatch.setattr(strassen_times, "predicted_times", predicted)
+    geometry = MatmulGeometry((), size, size, size, (size, 1), (size, 1), (size, 1))
+    product = Product(geometry, *[np.dtype(np.float64)] * 3, "float64")
+    assert strassen_times.is_slower_in_blocks(product, 1, Cpu("any")) == slower
+
+
+def test_arrays_in_another_order_are_moved_by_a_kernel():
+    """``vdot`` of a transpose, which XLA would move first."""
+    x, y = jnp.arange(60.0).reshape(12, 5), jnp.arange(60.0).reshape(5, 12)
+    with jtk.policy("kernels"):
+        first, moved, _ = jtk.explain(lambda x, y: jtk.vdot(x.T, y), x, y)
+        assert jtk.vdot(x.T, y) == jnp.vdot(x.T, y)
+    assert first.reason.startswith("operands reordered first")
+    assert moved.kernel == "cpu_transpose"
