@@ -1,7 +1,8 @@
 """Random calls of the public operations at the defaults, compared with wider arithmetic.
 
 ``python tests/fuzz.py --calls 1000 --seed 7`` prints totals for each operation and the worst
-calls. A seed and an index draw a call, and ``--first INDEX --calls 1`` draws it again.
+calls. A seed and an index draw a call, and ``--first INDEX --calls 1`` draws it again. With
+``--emulated H200`` the kernels of that GPU compute on the CPU what is small enough.
 
 The bound on each element's error follows from the arithmetic that ``docs/design.md`` promises:
 products of 16-bit and 8-bit types are exact, sums are in float32 at least, and the result is
@@ -31,6 +32,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from emulated_gpu import emulated_gpu
+
 import jax_tilekern as jtk
 from benchmarks.catalog import DESCRIPTIONS
 from benchmarks.catalog.bounds import COMPLEX, FP8, is_float
@@ -38,9 +41,12 @@ from benchmarks.catalog.call import Call
 from benchmarks.catalog.draw import Draw
 from benchmarks.catalog.oracles import ORACLES
 from benchmarks.record import device_name, environment
+from jax_tilekern.plans.gpu import known_gpu, target_is_set
 
 # How long a call may take that begins at the end of the time.
 GRACE_SECONDS = 30
+# The most elements of the operands of a call that is emulated.
+EMULATED_ELEMENTS = 20_000
 MODES = ("eager", "jit", "vmap", "grad")
 
 
@@ -174,7 +180,8 @@ def run(draw, call, policy=None, own_types=False):
             if types_of(result) != types_of(theirs):
                 return Outcome(call, mode, math.inf, f"{types_of(result)}, not {types_of(theirs)}")
         detail = note.strip()
-        if ratio > 1 and not host:
+        # An emulated kernel is no choice of this platform.
+        if ratio > 1 and not host and not target_is_set():
             chosen = (
                 jtk.explain(jax.vmap(lambda *x: function(jtk, *x), in_axes), *stored)
                 if (mode == "vmap")
@@ -221,6 +228,33 @@ def outcomes(rng, calls, operations=None, policy=None):
         yield run(draw, description.draw(draw), policy, description.own_types)
 
 
+def emulated_outcome(rng, gpu, operations=None, policy="auto"):
+    """Return the outcome of a random call of a GPU, in a mode of the emulator."""
+    draw = Draw(rng)
+    how = draw.one(
+        {},
+        {"late": ("reads", "writes")},
+        {"backwards": True},
+        {"held": 1 + int(draw.rng.integers(1000))},
+    )
+    of_gpus = [x for x in DESCRIPTIONS if not x.startswith("out_of_core")]
+    with emulated_gpu(known_gpu(gpu), policy=policy, **how) as ran:
+        description, call = _small_call(draw, operations or of_gpus)
+        outcome = run(draw, call, policy, description.own_types)
+    names = ", ".join(dict.fromkeys(plan.name for plan in ran)) or "XLA"
+    return dataclasses.replace(outcome, detail=f"{outcome.detail} {how or ''} {names}".strip())
+
+
+def _small_call(draw, operations):
+    """Draw a call that the emulator computes in seconds."""
+    for _ in range(1000):
+        description = DESCRIPTIONS[draw.one(*operations)]
+        call = description.draw(draw)
+        if sum(math.prod(x.shape) for x in call.operands) <= EMULATED_ELEMENTS:
+            return description, call
+    raise ValueError(f"{', '.join(operations)}: no call has {EMULATED_ELEMENTS} elements or fewer")
+
+
 class _Found(NamedTuple):
     """An outcome as processes send it."""
 
@@ -233,10 +267,14 @@ class _Found(NamedTuple):
 
 def _in_process(task):
     """Return an index and what its call gave, or ``None`` after the end of the time."""
-    seed, index, operations, policy, end = task
+    seed, index, gpu, operations, policy, end = task
     if time.time() > end:
         return index, None
-    outcome = next(outcomes(np.random.default_rng([seed, index]), 1, operations, policy))
+    rng = np.random.default_rng([seed, index])
+    if gpu:
+        outcome = emulated_outcome(rng, gpu, operations, policy or "auto")
+    else:
+        outcome = next(outcomes(rng, 1, operations, policy))
     name, text = outcome.call.operation, str(outcome)
     return index, _Found(name, outcome.ratio, outcome.failed, outcome.known, text)
 
@@ -279,6 +317,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--operation", choices=DESCRIPTIONS, nargs="+", help="some operations")
     parser.add_argument("--policy", choices=("auto", "kernels", "xla"))
+    parser.add_argument("--emulated", metavar="GPU", help="emulate the kernels of a GPU: H200")
     parser.add_argument("--worst", type=int, default=10, help="how many calls to print")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no calls after it")
@@ -287,7 +326,7 @@ def main():
     end = time.time() + options.seconds
     indices = range(options.first, options.first + options.calls)
     found, skipped = {}, 0
-    drawn = options.operation, options.policy
+    drawn = options.emulated, options.operation, options.policy
     tasks = [(options.seed, i, *drawn, end) for i in indices]
     for index, outcome in _found(tasks, options.processes, end):
         if outcome is None:

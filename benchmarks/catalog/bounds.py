@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jax_tilekern.plans.gpu import current_gpu, target_is_set
+
 BF16, F8E4, F8E5 = (
     np.dtype(t) for t in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 )
@@ -35,15 +37,15 @@ FP8_SUM_ROUNDOFF = 2.0**-12
 
 
 def on_gpu():
-    """Whether JAX computes on a GPU."""
-    return jax.default_backend() == "gpu"
+    """Whether a GPU computes: JAX's, or the one that ``gpu_target`` names."""
+    return jax.default_backend() == "gpu" or target_is_set()
 
 
 def supported(dtype):
     """Whether the device multiplies the type; a GPU does 8-bit floats from 8.9 on."""
     if not on_gpu() or np.dtype(dtype) not in FP8:
         return True
-    return float(jax.devices()[0].compute_capability) >= 8.9
+    return current_gpu().compute_capability >= (8, 9)
 
 
 def is_float(dtype):
