@@ -218,6 +218,43 @@ def test_values_of_a_program_do_not_outlive_its_trace(call):
         jax.jit(jax.grad(loss))(3.0)
 
 
+FOUR = np.ones((1, 2, 1, 2), np.float32)
+VARYING = LAYERS | {
+    "symmetric_matmul": lambda f: jtk.symmetric_matmul(ONE, epilogue=f),
+    "associative_scan": lambda f: jtk.associative_scan(lambda x, y: f(x + y), ONE),
+    "attention": lambda f: jtk.attention(FOUR, FOUR, FOUR, score_mod=lambda x, *_: f(x)),
+}
+
+
+@pytest.mark.parametrize("call", VARYING.values(), ids=VARYING)
+@pytest.mark.parametrize("axes", [{"d"}, {"d", "m"}], ids=["some axes", "all axes"])
+@pytest.mark.one_in(4)
+def test_values_that_vary_over_a_mesh(call, axes):
+    """Each device's function reads the device's own value, and one that all devices have."""
+
+    def on_device(own, shared):
+        (s,) = own
+        return call(lambda y: jnp.tanh(s * y) * shared)[None]
+
+    def gradients(function):
+        return jax.value_and_grad(lambda *xs: _loss(function(*xs)), (0, 1))
+
+    # XLA's compiler crashes on the gradient of lax.associative_scan inside a shard_map.
+    compared = (lambda f: f) if call is VARYING["associative_scan"] else gradients
+    mesh = mesh_of((AUTO, AUTO))
+    by_hand = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"), axis_names=axes
+    )
+    own, shared = np.linspace(0.5, 1.5, mesh.shape["d"], dtype=np.float32), np.float32(1.5)
+    found = jax.jit(compared(by_hand))(own, shared)
+    by_map = jax.vmap(lambda x, shared: on_device(x[None], shared)[0], (0, None))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4),
+        found,
+        jax.jit(compared(by_map))(own, shared),
+    )
+
+
 def test_equal_variables_are_one_program():
     traces = []
 

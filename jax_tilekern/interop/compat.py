@@ -227,8 +227,11 @@ def unify_varying(*operands: Any, over: Sequence[str] = ()) -> tuple[Any, ...]:
     """Cast every operand to vary over the union of the operands' manual axes, and those given.
 
     Without this a primitive that mixes them has silently wrong gradients under ``shard_map``:
-    the transpose of the cast is the sum over the axes that an operand did not vary over.
+    the transpose of the cast is the sum over the axes that an operand did not vary over. Inside
+    :func:`without_mesh` there is nothing to vary over.
     """
+    if jax.sharding.get_abstract_mesh().empty:
+        return operands
     axes = [varying_axes(x) for x in operands]
     union = frozenset(over).union(*axes)
     return tuple(
@@ -643,8 +646,12 @@ def cotangent_sharding(like: Any) -> Any:
 
 @contextlib.contextmanager
 def without_mesh() -> Iterator[None]:
-    """Enter a context in which types have no shardings, in jitted functions neither."""
+    """Enter a context in which types have no shardings, in jitted functions neither.
+
+    An operation may read a value of the program, which varies over axes of a ``shard_map``.
+    """
     with (
+        without_casts_to_varying(),
         _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh),
         _sharding_impls._internal_use_concrete_mesh(_mesh.empty_concrete_mesh),
     ):
