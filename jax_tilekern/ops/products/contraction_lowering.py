@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jax_tilekern.interop import compat, ffi
+from jax_tilekern.interop.originals import lax
 from jax_tilekern.ops.arrays.transpose import is_moved_by_kernel, transpose
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.ops.products.groups import gathered
