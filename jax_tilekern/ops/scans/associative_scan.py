@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,29 +15,20 @@ from jax_tilekern.epilogue.scalar_function import Role, ScalarFunction, trace_sc
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
+from jax_tilekern.ops.along_axis import define_along_axis
 from jax_tilekern.ops.arguments import integer
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.scans.combinations import combination_of_scalars
 from jax_tilekern.ops.scans.linear_recurrence import element_before, recurrence
 from jax_tilekern.ops.scans.lowering import (
-    batch_place,
-    batch_size,
-    on_cpus,
     planned_scan,
-    rule_of_sequences,
-    with_batch,
 )
-from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.scans.problem import ScanInput
 from jax_tilekern.primitives.linearity import jvp_of
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
-    Operation,
     PlannedKernel,
-    Planner,
-    define,
-    no_refusal,
 )
 
 
@@ -188,19 +178,6 @@ def _jvp(
     return results, [recurrence(a, b * dx, axis=axis, reverse=reverse, is_before=False)]
 
 
-def _batch(
-    _: Any, operands: Sequence[Array], dims: Sequence[int | None], *, axis: int, **params: Any
-) -> tuple[Sequence[Array], list[int]]:
-    place, size = batch_place(dims), batch_size(operands, dims)
-    moved = [with_batch(x, dim, place, size) for x, dim in zip(operands, dims, strict=True)]
-    return _bind(*moved, axis=axis + (axis >= place), **params), [place] * len(operands)
-
-
-def _sharding_rule(*operands: Any, axis: int, **_: Any) -> ShardingRule:
-    count = len(operands)
-    return rule_of_sequences(operands[0].shape, axis, operands=count, results=count)
-
-
 def _cuda(
     operands: Sequence[Operand], _: Any, *, function: ScalarFunction, axis: int, reverse: bool
 ) -> PlannedKernel | Fallback:
@@ -217,19 +194,12 @@ def _cuda(
     )
 
 
-_bind = define(
-    Operation(
-        name="tilekern_associative_scan",
-        reference=_reference,
-        several_results=True,
-        like_results=_like_results,
-        jvp=_jvp,
-        batch=_batch,
-        sharding_rule=_sharding_rule,
-        planners={
-            "cpu": Planner(no_refusal, functools.partial(on_cpus, _reference)),
-            "cuda": Planner(no_refusal, _cuda),
-        },
-        describe=lambda function, axis, **_: f"scan by {function.name} along axis {axis}",
-    )
+_bind = define_along_axis(
+    "tilekern_associative_scan",
+    _reference,
+    axis="axis",
+    like_results=_like_results,
+    jvp=_jvp,
+    cuda=_cuda,
+    describe=lambda function, axis, **_: f"scan by {function.name} along axis {axis}",
 )

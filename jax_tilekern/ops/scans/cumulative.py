@@ -15,24 +15,19 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.interop.patch import replace
+from jax_tilekern.ops.along_axis import define_along_axis
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.scans.combinations import combination
 from jax_tilekern.ops.scans.linear_recurrence import element_before, recurrence, wide_dtype
 from jax_tilekern.ops.scans.lowering import (
-    on_cpus,
     planned_scan,
-    rule_of_sequences,
     scan_input,
 )
-from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import why_no_gpu
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
-    Operation,
     PlannedKernel,
-    Planner,
-    define,
 )
 
 Kind = Literal["sum", "prod", "max", "min", "logsumexp"]
@@ -264,17 +259,6 @@ def _cotangent(cotangent: Array, _: Any, *, kind: Kind, axis: int, reverse: bool
     return result
 
 
-def _batch(
-    _: Any, operands: Sequence[Array], dims: Sequence[int], *, axis: int, **params: Any
-) -> tuple[Array, int]:
-    (x,), (mapped,) = operands, dims
-    return _bind(x, axis=axis + (axis >= mapped), **params), mapped
-
-
-def _sharding_rule(x: Any, *, axis: int, **_: Any) -> ShardingRule:
-    return rule_of_sequences(x.shape, axis, operands=1, results=1)
-
-
 def _refusal(x: Any, *, axis: int, **_: Any) -> Fallback | None:
     if x.shape[axis] == 1:
         return Fallback("nothing is combined", is_loss=False)
@@ -305,21 +289,17 @@ def _of_one(kind: Kind) -> Callable[..., Any]:
     return lambda earlier, later: [combine(*earlier, *later)]
 
 
-_bind = define(
-    Operation(
-        name="tilekern_cumulative",
-        reference=_reference,
-        jvp=_jvp,
-        is_linear=_is_sum,
-        transposes={0: _cotangent},
-        batch=_batch,
-        sharding_rule=_sharding_rule,
-        planners={
-            "cpu": Planner(_refusal, functools.partial(on_cpus, _reference)),
-            "cuda": Planner(_refusal, _cuda),
-        },
-        describe=lambda kind, axis, **_: f"cum{kind} along axis {axis}",
-    )
+_bind = define_along_axis(
+    "tilekern_cumulative",
+    _reference,
+    axis="axis",
+    refusal=_refusal,
+    several_results=False,
+    jvp=_jvp,
+    is_linear=_is_sum,
+    transposes={0: _cotangent},
+    cuda=_cuda,
+    describe=lambda kind, axis, **_: f"cum{kind} along axis {axis}",
 )
 
 

@@ -6,7 +6,6 @@ Each of both is the other's transpose, in the opposite direction.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,26 +18,18 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
+from jax_tilekern.ops.along_axis import define_along_axis, rule_along_axis
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.scans.combinations import combination
 from jax_tilekern.ops.scans.lowering import (
-    batch_place,
-    batch_size,
-    on_cpus,
     planned_scan,
-    rule_of_sequences,
     scan_input,
-    with_batch,
 )
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
-    Operation,
     PlannedKernel,
-    Planner,
-    define,
-    no_refusal,
 )
 
 
@@ -226,24 +217,36 @@ def _transposes(*, axis: int, reverse: bool, is_before: bool) -> Mapping[Any, Ca
 
 
 def _batch(
-    _: Any, operands: Sequence[Array], dims: Sequence[int | None], *, axis: int, **params: Any
+    axis_data: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    axis: int,
+    **params: Any,
 ) -> tuple[Array, int]:
-    (a, b, *initial), place = operands, batch_place(dims[:2])
+    place = next((dim for dim in dims[:2] if dim is not None), 0)
     moved = axis + (axis >= place)
-    size = batch_size(operands, dims)
-    a, b = (with_batch(x, dim, place, size) for x, dim in zip((a, b), dims, strict=False))
     # The initial state has no such axis.
     of_state = place - (moved < place)
-    initial = [with_batch(x, dim, of_state, size) for x, dim in zip(initial, dims[2:], strict=True)]
-    return recurrence(a, b, *initial, axis=moved, **params), place
+    placed = [
+        _with_axis(x, dim, at, axis_data.size)
+        for x, dim, at in zip(operands, dims, (place, place, of_state), strict=False)
+    ]
+    return recurrence(*placed, axis=moved, **params), place
 
 
-def _sharding_rule(a: Any, *operands: Any, axis: int, **_: Any) -> ShardingRule:
-    rule = rule_of_sequences(a.shape, axis, operands=2, results=1)
-    if len(operands) == 1:
-        return rule
-    state = tuple(x for i, x in enumerate(rule.results[0]) if i != axis)
-    return dataclasses.replace(rule, operands=(*rule.operands, state))
+def _with_axis(x: Array, dim: int | None, place: int, size: int) -> Array:
+    """Return an operand with the mapped axis at a place."""
+    if dim is not None:
+        return jnp.moveaxis(x, dim, place)
+    shape = (*x.shape[:place], size, *x.shape[place:])
+    return jnp.broadcast_to(lax.expand_dims(x, (place,)), shape)
+
+
+def _sharding_rule(a: Any, _: Any, *initial: Any, axis: int, **__: Any) -> ShardingRule:
+    state = tuple(i for i in range(a.ndim) if i != axis)
+    others = [state] * len(initial)
+    return rule_along_axis(a.shape, axis, operands=2, results=1, others=others)
 
 
 def _cuda(
@@ -270,19 +273,15 @@ def _described(*, axis: int, reverse: bool, **_: Any) -> str:
     return f"linear_recurrence along axis {axis}{', reversed' if reverse else ''}"
 
 
-recurrence = define(
-    Operation(
-        name="tilekern_linear_recurrence",
-        reference=_reference,
-        like_results=_like_results,
-        jvp=_jvp,
-        transposes=_transposes,
-        batch=_batch,
-        sharding_rule=_sharding_rule,
-        planners={
-            "cpu": Planner(no_refusal, functools.partial(on_cpus, _reference)),
-            "cuda": Planner(no_refusal, _cuda),
-        },
-        describe=_described,
-    )
+recurrence = define_along_axis(
+    "tilekern_linear_recurrence",
+    _reference,
+    several_results=False,
+    like_results=_like_results,
+    jvp=_jvp,
+    transposes=_transposes,
+    batch=_batch,
+    sharding_rule=_sharding_rule,
+    cuda=_cuda,
+    describe=_described,
 )

@@ -14,19 +14,14 @@ from jax import Array
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
+from jax_tilekern.ops.along_axis import columns_of, define_along_axis, rule_along_axis
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.ops.selection.rows import columns_of, rule_of_rows
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.selection.order_statistics import OrderStatistics, plan_order_statistics
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
-    Operation,
     PlannedKernel,
-    Planner,
-    Rewrite,
-    define,
-    no_refusal,
 )
 
 
@@ -84,13 +79,9 @@ def _batch(
     return results, [0] * len(results)
 
 
-def _sharding_rule(x: Any, ranks: Any, *, indices: bool) -> ShardingRule:
-    return rule_of_rows(x, 1 + indices, vectors=1)
-
-
-def _cpu(*_: Any, indices: bool) -> Rewrite:
-    # XLA does not partition its own sort on a CPU; each device calls it for its rows.
-    return Rewrite("XLA's own sort", functools.partial(_reference, indices=indices))
+def _sharding_rule(x: Any, _: Any, *, indices: bool) -> ShardingRule:
+    """Every device has all ranks."""
+    return rule_along_axis(x.shape, -1, operands=1, results=1 + indices, others=[(None,)])
 
 
 def _cuda(operands: Sequence[Operand], _: Any, *, indices: bool) -> PlannedKernel | Fallback:
@@ -101,15 +92,12 @@ def _cuda(operands: Sequence[Operand], _: Any, *, indices: bool) -> PlannedKerne
     return planned_kernel((x, ranks), plan_order_statistics, problem)
 
 
-_bind = define(
-    Operation(
-        name="tilekern_order_statistics",
-        reference=_reference,
-        several_results=True,
-        jvp=_jvp,
-        batch=_batch,
-        sharding_rule=_sharding_rule,
-        planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(no_refusal, _cuda)},
-        describe=lambda **_: "order statistics",
-    )
+_bind = define_along_axis(
+    "tilekern_order_statistics",
+    _reference,
+    jvp=_jvp,
+    batch=_batch,
+    sharding_rule=_sharding_rule,
+    cuda=_cuda,
+    describe=lambda **_: "order statistics",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,21 +14,15 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
+from jax_tilekern.ops.along_axis import columns_of, define_along_axis
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.ops.selection.rows import columns_of, rule_of_rows
-from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.selection.sort_rows import plan_sort_rows
 from jax_tilekern.plans.selection.sorted_rows import Order, SortedRows
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
-    Operation,
     PlannedKernel,
-    Planner,
-    Rewrite,
-    define,
-    no_refusal,
 )
 
 
@@ -180,22 +173,6 @@ def _jvp(
     return [elements, columns], [moved, compat.zero_tangent(columns)]
 
 
-def _batch(
-    _: Any, operands: Sequence[Array], dims: Sequence[int], **params: Any
-) -> tuple[list[Array], list[int]]:
-    results = _bind(jnp.moveaxis(operands[0], dims[0], 0), **params)
-    return results, [0] * len(results)
-
-
-def _sharding_rule(x: Any, *, values: bool, indices: bool, **_: Any) -> ShardingRule:
-    return rule_of_rows(x, values + indices)
-
-
-def _cpu(*_: Any, **params: Any) -> Rewrite:
-    # XLA does not partition its own operation on a CPU; each device calls it for its rows.
-    return Rewrite("XLA's own", functools.partial(_reference, **params))
-
-
 def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> PlannedKernel | Fallback:
     ((x, aval),) = operands
     *outer, columns = aval.shape
@@ -203,15 +180,11 @@ def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> PlannedKernel |
     return planned_kernel((x,), plan_sort_rows, problem)
 
 
-_bind = define(
-    Operation(
-        name="tilekern_sort",
-        reference=_reference,
-        several_results=True,
-        jvp=_jvp,
-        batch=_batch,
-        sharding_rule=_sharding_rule,
-        planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(no_refusal, _cuda)},
-        describe=lambda values, **_: "sort" if values else "argsort",
-    )
+_bind = define_along_axis(
+    "tilekern_sort",
+    _reference,
+    results=lambda values, indices, **_: values + indices,
+    jvp=_jvp,
+    cuda=_cuda,
+    describe=lambda values, **_: "sort" if values else "argsort",
 )

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
@@ -16,12 +15,11 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.interop.patch import replace
+from jax_tilekern.ops.along_axis import columns_of, define_along_axis
 from jax_tilekern.ops.arguments import integer
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.ops.selection.rows import columns_of, rule_of_rows
 from jax_tilekern.ops.selection.sort import sorted_rows
-from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import NOT_PREDICTED
 from jax_tilekern.plans.policy import current_policy
@@ -31,11 +29,7 @@ from jax_tilekern.plans.selection.sorted_rows import SortedRows
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
-    Operation,
-    Planner,
     Rewrite,
-    define,
-    no_refusal,
 )
 
 
@@ -162,32 +156,6 @@ def _jvp(
     ]
 
 
-def _batch(
-    _: Any, operands: Sequence[Array], dims: Sequence[int | None], *, dimension: int, **params: Any
-) -> tuple[Sequence[Array], list[int]]:
-    whole, place = next((x, i) for x, i in zip(operands, dims, strict=True) if i is not None)
-    kept = [i for i in range(whole.ndim) if i != place]
-    sharding = jax.typeof(whole).sharding
-    moved = [
-        lax.broadcast_in_dim(x, whole.shape, kept, out_sharding=sharding)
-        if i is None
-        else jnp.moveaxis(x, i, place)
-        for x, i in zip(operands, dims, strict=True)
-    ]
-    results = _bind(*moved, dimension=dimension + (place <= dimension), **params)
-    return results, [place] * len(operands)
-
-
-def _sharding_rule(*operands: Any, dimension: int, **_: Any) -> ShardingRule:
-    count = len(operands)
-    return rule_of_rows(operands[0], count, axis=dimension, operands=count)
-
-
-def _cpu(*_: Any, **params: Any) -> Rewrite:
-    # XLA does not partition its own operation on a CPU; each device calls it for its rows.
-    return Rewrite("XLA's own", functools.partial(_reference, **params))
-
-
 def _cuda(
     operands: Sequence[Operand], _: Any, *, dimension: int, num_keys: int, **__: Any
 ) -> Rewrite | Fallback:
@@ -247,17 +215,13 @@ def _gathered(x: Array, order: Any) -> Array:
     return jnp.take_along_axis(x, order, -1, mode="promise_in_bounds")
 
 
-_bind = define(
-    Operation(
-        name="tilekern_sort_operands",
-        reference=_reference,
-        several_results=True,
-        jvp=_jvp,
-        batch=_batch,
-        sharding_rule=_sharding_rule,
-        planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(no_refusal, _cuda)},
-        describe=lambda num_keys, **_: f"sort by {num_keys} keys" if num_keys > 1 else "sort",
-    )
+_bind = define_along_axis(
+    "tilekern_sort_operands",
+    _reference,
+    axis="dimension",
+    jvp=_jvp,
+    cuda=_cuda,
+    describe=lambda num_keys, **_: f"sort by {num_keys} keys" if num_keys > 1 else "sort",
 )
 
 

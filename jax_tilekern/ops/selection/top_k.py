@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -18,22 +17,16 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import lax
 from jax_tilekern.interop.patch import replace
+from jax_tilekern.ops.along_axis import define_along_axis
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.ops.selection.rows import rule_of_rows
-from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import why_no_gpu
 from jax_tilekern.plans.selection.top_k import plan_top_k
 from jax_tilekern.plans.selection.top_k_problem import MAX_K, TopK
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
-    Operation,
     PlannedKernel,
-    Planner,
-    Rewrite,
-    define,
-    no_refusal,
 )
 
 
@@ -100,21 +93,6 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, k: int) -> tuple[An
     return results, [jnp.take_along_axis(tangent, indices, -1, mode="promise_in_bounds"), none]
 
 
-def _batch(
-    _: Any, operands: Sequence[Array], dims: Sequence[int], *, k: int
-) -> tuple[list[Array], list[int]]:
-    return _bind(jnp.moveaxis(operands[0], dims[0], 0), k=k), [0, 0]
-
-
-def _sharding_rule(x: Any, **_: Any) -> ShardingRule:
-    return rule_of_rows(x, results=2)
-
-
-def _cpu(*_: Any, k: int) -> Rewrite:
-    # XLA does not partition its own operation on a CPU; each device calls it for its rows.
-    return Rewrite("XLA's own", functools.partial(_reference, k=k))
-
-
 def _refusal(x: Any, *, k: int) -> Fallback | None:
     return Fallback("there is nothing to find", is_loss=False) if k == 0 else None
 
@@ -126,17 +104,14 @@ def _cuda(operands: Sequence[Operand], _: Any, *, k: int) -> PlannedKernel | Fal
     return planned_kernel((x,), plan_top_k, problem)
 
 
-_bind = define(
-    Operation(
-        name="tilekern_top_k",
-        reference=_reference,
-        several_results=True,
-        jvp=_jvp,
-        batch=_batch,
-        sharding_rule=_sharding_rule,
-        planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
-        describe=lambda k: f"top {k}",
-    )
+_bind = define_along_axis(
+    "tilekern_top_k",
+    _reference,
+    results=lambda **_: 2,
+    refusal=_refusal,
+    jvp=_jvp,
+    cuda=_cuda,
+    describe=lambda k: f"top {k}",
 )
 
 
