@@ -169,8 +169,8 @@ class Operation:
         call, ``transposes(**params)`` gives them and their rules.
     jvp
         ``jvp(primals, tangents, **params)`` gives the results and their tangents, for an operation
-        that is not linear in each of its operands. A tangent may be symbolically zero. By default
-        the tangents follow from ``transposes``.
+        that is not linear in each of its operands. A tangent may be symbolically zero, but not all
+        of them are. By default the tangents follow from ``transposes``.
     is_linear
         ``is_linear(**params)`` says for which calls they do though there is a ``jvp`` for others.
     refuse_tangent
@@ -386,11 +386,13 @@ def _register_derivatives(
     def taylor_polynomials(
         primals: Sequence[Any], series: taylor.Coefficients, **params: Any
     ) -> taylor.Polynomials:
-        jvp = rule_of_jvp(params)
+        jvp, bound = rule_of_jvp(params), functools.partial(bind, **params)
+        moving = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        if not moving:
+            results = bound(*primals)
+            return list(results), [[jnp.zeros_like(y)] * len(series[0]) for y in results]
         if jvp is jvp_by_linearity:
-            moving = (i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact))
             linear = groups(moving, params)
-            bound = functools.partial(bind, **params)
             if linear is not None:
                 return taylor.multilinear_polynomials(bound, linear, primals, series)
 

@@ -13,7 +13,6 @@ from jax_tilekern.epilogue.cuda_text import computed_type
 from jax_tilekern.epilogue.primitives import is_elementwise
 from jax_tilekern.epilogue.scalar_function import Role, ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.along_axis import define_along_axis
 from jax_tilekern.ops.arguments import integer
@@ -160,9 +159,6 @@ def _jvp(
 ) -> tuple[Any, Any]:
     """Return the tangent as a linear recurrence where there is one array, else as JAX's."""
     params = {"function": function, "axis": axis, "reverse": reverse}
-    if all(type(x) is ad.Zero for x in tangents):
-        results = _bind(*primals, **params)
-        return results, list(map(compat.zero_tangent, results))
     if len(primals) > 1:
         return jvp_of(_reference, primals, tangents, **params)
     (x,), (dx,) = primals, tangents

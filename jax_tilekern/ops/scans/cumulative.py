@@ -12,7 +12,6 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.interop.patch import replace
 from jax_tilekern.ops.along_axis import define_along_axis
@@ -226,8 +225,6 @@ def _jvp(
 ) -> tuple[Any, Any]:
     """Return the tangent of a result as a linear recurrence: each is a function of two numbers."""
     result, (tangent,) = _bind(*primals, kind=kind, axis=axis, reverse=reverse), tangents
-    if type(tangent) is ad.Zero:
-        return result, compat.zero_tangent(result)
     x, y, dx = (z.astype(wide_dtype(result.dtype)) for z in (*primals, result, tangent))
     before = element_before(y, axis, reverse, _BEFORE[kind])
     a, b = _partial_derivatives(kind, before, x, y)

@@ -181,8 +181,6 @@ def _jvp(
     da, db, *dinitial = tangents
     params = {"axis": axis, "reverse": reverse, "is_before": is_before}
     h = recurrence(*primals, **params)
-    if all(type(x) is ad.Zero for x in tangents):
-        return h, compat.zero_tangent(h)
     if type(da) is not ad.Zero:
         # Products are rounded once, with the tangent that they are added to.
         wide = wide_dtype(b.dtype)

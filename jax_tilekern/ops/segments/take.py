@@ -11,7 +11,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.explicit import by_automatic_axes, spec_of
@@ -266,8 +265,6 @@ def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, fill: bytes, **params: Any
 ) -> tuple[Any, Any]:
     taken = _bind(*primals, fill=fill, **params)
-    if type(tangents[0]) is ad.Zero:
-        return taken, compat.zero_tangent(taken)
     return taken, _bind(tangents[0], *primals[1:], fill=bytes(len(fill)), **params)
 
 

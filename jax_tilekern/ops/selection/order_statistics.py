@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array
 
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.along_axis import columns_of, define_along_axis, rule_along_axis
 from jax_tilekern.ops.planned_kernel import planned_kernel
@@ -52,12 +51,8 @@ def _reference(x: Array, ranks: Array, *, indices: bool) -> list[Array]:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, indices: bool) -> tuple[Any, Any]:
-    tangent, _ = tangents
-    if type(tangent) is ad.Zero:
-        results = _bind(*primals, indices=indices)
-        return results, [compat.zero_tangent(y) for y in results]
     values, columns = _bind(*primals, indices=True)
-    moved = jnp.take_along_axis(tangent, columns, -1, mode="promise_in_bounds")
+    moved = jnp.take_along_axis(tangents[0], columns, -1, mode="promise_in_bounds")
     # The NaN of a row is a constant.
     moved = jnp.where(jnp.isnan(values), jnp.zeros_like(moved), moved)
     if not indices:

@@ -12,7 +12,6 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.along_axis import columns_of, define_along_axis
 from jax_tilekern.ops.jitted import jitted
@@ -162,12 +161,11 @@ def _reference(x: Array, *, order: Order, values: bool, indices: bool) -> list[A
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, order: Order, values: bool, indices: bool
 ) -> tuple[Any, Any]:
-    (tangent,) = tangents
-    if type(tangent) is ad.Zero or not values:
+    if not values:
         results = _bind(*primals, order=order, values=values, indices=indices)
         return results, [compat.zero_tangent(y) for y in results]
     elements, columns = _bind(*primals, order=order, values=True, indices=True)
-    moved = jnp.take_along_axis(tangent, columns, -1, mode="promise_in_bounds")
+    moved = jnp.take_along_axis(tangents[0], columns, -1, mode="promise_in_bounds")
     if not indices:
         return [elements], [moved]
     return [elements, columns], [moved, compat.zero_tangent(columns)]

@@ -143,9 +143,6 @@ def _reference(*operands: Array, **params: Any) -> Sequence[Array]:
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, dimension: int, **params: Any
 ) -> tuple[Any, Any]:
-    if all(type(x) is ad.Zero for x in tangents):
-        results = _bind(*primals, dimension=dimension, **params)
-        return results, [compat.zero_tangent(y) for y in results]
     positions = columns_of(primals[0], dimension)
     *results, order = _bind(*primals, positions, dimension=dimension, **params)
     return results, [

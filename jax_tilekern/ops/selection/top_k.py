@@ -14,7 +14,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import lax
 from jax_tilekern.interop.patch import replace
 from jax_tilekern.ops.along_axis import define_along_axis
@@ -85,12 +84,9 @@ def _reference(x: Array, *, k: int) -> list[Array]:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, k: int) -> tuple[Any, Any]:
-    values, indices = results = _bind(*primals, k=k)
-    none = compat.zero_tangent(indices)
-    (tangent,) = tangents
-    if type(tangent) is ad.Zero:
-        return results, [compat.zero_tangent(values), none]
-    return results, [jnp.take_along_axis(tangent, indices, -1, mode="promise_in_bounds"), none]
+    _, indices = results = _bind(*primals, k=k)
+    moved = jnp.take_along_axis(tangents[0], indices, -1, mode="promise_in_bounds")
+    return results, [moved, compat.zero_tangent(indices)]
 
 
 def _refusal(x: Any, *, k: int) -> Fallback | None:
