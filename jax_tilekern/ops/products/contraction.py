@@ -34,11 +34,7 @@ from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.products import complex_products, contraction_lowering
 from jax_tilekern.ops.products.contraction_lowering import CUDA, state_problem
-from jax_tilekern.ops.products.epilogues import (
-    ProductCall,
-    described_function,
-    with_epilogue,
-)
+from jax_tilekern.ops.products.epilogues import ProductCall, define_product
 from jax_tilekern.ops.products.fused_lowering import InPlace, fused_kernel, planners
 from jax_tilekern.ops.products.groups import masked
 from jax_tilekern.ops.products.labelled_operands import common_type, product_by_lax
@@ -50,14 +46,11 @@ from jax_tilekern.primitives.linearity import jvp_of
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
-    Operation,
     Outcome,
     Params,
     PlannedKernel,
     Planner,
     Rewrite,
-    Transposes,
-    define,
 )
 
 
@@ -115,7 +108,7 @@ def contract(
         out_dtype=np.dtype(out_dtype),
         out_sharding=out_sharding,
     )
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def contract_with_scalar_function(
@@ -210,6 +203,16 @@ class _Call(ProductCall):
 
     def multiply(self, *factors: Array, **others: Any) -> Array:
         return contract(*factors, **self.product(**others))
+
+    @property
+    def product_in_words(self) -> str:
+        c = self.contraction
+        if self.function is None:
+            return str(c)
+        if not self.pair:
+            return f"contract {c}"
+        lhs, rhs, out = ("".join(c.names[x] for x in labels) for labels in (c.lhs, c.rhs, c.out))
+        return f"contract {lhs},{rhs},{rhs}->{out}"
 
 
 # Meaning.
@@ -358,14 +361,8 @@ def mapped(
     return operands, contraction.mapped(*dims)
 
 
-def _transposes(*, function: ScalarFunction | None = None, **_: Any) -> Transposes:
-    """Return the rules of the factors, in which a call without a function is linear."""
-    if function is not None:
-        return {}
-    return {
-        i: lambda cotangents, *operands, rule=rule, **params: rule(*cotangents, *operands, **params)
-        for i, rule in transposes(contract).items()
-    }
+def _of_results(rule: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda cotangents, *operands, **params: rule(*cotangents, *operands, **params)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -445,7 +442,7 @@ def _sharding_rule(*operands: Any, **params: Any) -> ShardingRule:
     bounds = [(None,) * x.ndim for x in operands[2:n]]
     read = [tuple(None if x == c.group else x for x in own) for own in call.operand_labels]
     whole = dataclasses.replace(rule, operands=(c.lhs, c.rhs, *bounds))
-    return with_epilogue(whole, read, call.function)
+    return call.with_epilogue(whole, read)
 
 
 def _source(operands: Sequence[Operand], **params: Any) -> tuple[Sequence[Operand], Params]:
@@ -456,38 +453,6 @@ def _source(operands: Sequence[Operand], **params: Any) -> tuple[Sequence[Operan
     if "symmetric" in params:
         params["symmetric"] = False
     return contraction_lowering.source(operands, **params)
-
-
-def in_float32(*, function: ScalarFunction | None = None, **params: Any) -> Params:
-    """Return the parameters of the same call whose products are float32, and so are reductions."""
-    params["out_dtype"] = np.dtype(np.float32)
-    if function is None:
-        return params
-    return {**params, "function": function.with_reductions_in_float32()}
-
-
-# Checkpoint policies.
-
-
-def as_dot_general(
-    contraction: Contraction,
-    out_dtype: np.dtype[Any],
-    precision: Any = None,
-    pair: bool = False,
-    **_: Any,
-) -> tuple[compat.Primitive, dict[str, Any]] | None:
-    """Return the primitive of JAX's, and its parameters, as which policies see a contraction.
-
-    There is none for one with groups, or for a pair.
-    """
-    if contraction.group is not None or pair:
-        return None
-    return compat.dot_general_p, {
-        "dimension_numbers": contraction.dimension_numbers,
-        "precision": precision,
-        "preferred_element_type": out_dtype,
-        "out_sharding": None,
-    }
 
 
 # Lowering.
@@ -542,41 +507,18 @@ def _planner(platform: str) -> Planner:
     return Planner(refusal, plan)
 
 
-def _described(**params: Any) -> str:
-    call = _Call(**params)
-    if call.function is None:
-        return str(call.contraction)
-    c = call.contraction
-    called = described_function(call.function, c, call.operand_labels, products=1 + call.pair)
-    if not call.pair:
-        return f"contract {c}, {called}"
-    lhs, rhs, out = ("".join(c.names[x] for x in labels) for labels in (c.lhs, c.rhs, c.out))
-    return f"contract {lhs},{rhs},{rhs}->{out}, {called}"
-
-
-_bind = define(
-    Operation(
-        name="tilekern_contract",
-        reference=_reference,
-        several_results=True,
-        any_size=lambda contraction, **params: (
-            contraction.group is None and not params.get("function")
-        ),
-        transposes=_transposes,
-        jvp=_jvp,
-        is_linear=lambda function=None, **_: function is None,
-        batch=_batch,
-        sharding_rule=_sharding_rule,
-        planners={platform: _planner(platform) for platform in _PLAIN},
-        describe=_described,
-        # XLA partitions each of the two calls of a pair.
-        composed=_unfused,
-        is_composed=lambda **params: params.get("pair", False),
-        localised=lambda shard, *operands, **params: _Call(**params).localised(shard, operands),
-        source=_source,
-        in_float32=in_float32,
-        function_of_sum=lambda **params: _Call(**params).function_of_sum(),
-        stands_for=as_dot_general,
-        saved=lambda **params: _Call(**params).saved(),
-    )
+_bind = define_product(
+    _Call,
+    "tilekern_contract",
+    _reference,
+    any_size=lambda contraction, **params: contraction.group is None and not params.get("function"),
+    transposes={i: _of_results(rule) for i, rule in transposes(contract).items()},
+    jvp=_jvp,
+    batch=_batch,
+    sharding_rule=_sharding_rule,
+    planners={platform: _planner(platform) for platform in _PLAIN},
+    # XLA partitions each of the two calls of a pair.
+    composed=_unfused,
+    is_composed=lambda **params: params.get("pair", False),
+    source=_source,
 )

@@ -30,6 +30,7 @@ from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.epilogue import RowQuantization
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.linearity import OperandGroup, jvp_of, tangents_out
+from jax_tilekern.primitives.operation import Operation, Params, Transposes, define
 from jax_tilekern.primitives.remat import Saved
 
 
@@ -118,6 +119,20 @@ class ProductCall:
         assert function is not None
         labels = (self.contraction.out,) * self.pair + self.operand_labels
         return elementwise_function(function, self.contraction, labels)
+
+    @property
+    def product_in_words(self) -> str:
+        """The product for ``explain``."""
+        return str(self.contraction)
+
+    def described(self) -> str:
+        """Return the call for ``explain``."""
+        if self.function is None:
+            return self.product_in_words
+        names = self.contraction.names
+        arrays = ("".join(names[x] for x in labels) or "1" for labels in self.operand_labels)
+        read = ", ".join((*["accumulator"] * (1 + self.pair), *arrays))
+        return f"{self.product_in_words}, {self.function.name}({read})"
 
     def unfused(
         self,
@@ -231,35 +246,96 @@ class ProductCall:
         term = functools.partial(self.multiply, out_dtype=self.out_dtype)
         return FunctionOfSum(term, self.out_dtype, epilogue)
 
+    def with_epilogue(
+        self, rule: ShardingRule, labels: Sequence[Dims] | None = None
+    ) -> ShardingRule:
+        """Return the sharding rule of the call, given that of the product.
 
-def with_epilogue(
-    rule: ShardingRule, operands: Sequence[Dims], function: ScalarFunction
-) -> ShardingRule:
-    """Return the rule of a product with an epilogue of some operands, given the product's."""
-    if function.quantizes:
-        rule = rule.in_blocks(rule.results[0][-1:], BLOCK)
-    read = [tuple(x if x in rule.sizes else None for x in dims) for dims in operands]
-    (out,) = rule.results
-    places = function.result_labels(tuple(range(len(out))))
-    results = tuple(tuple(out[i] for i in dims) for dims in places)
-    shared = frozenset.intersection(*map(frozenset, results))
-    return dataclasses.replace(
-        rule,
-        operands=(*rule.operands, *read),
-        results=results,
-        epilogue_from=len(rule.operands),
-        reduced=frozenset(x for x in out if x is not None and x not in shared),
-        combined_by=tuple(kind if isinstance(kind, str) else "sum" for kind in function.reductions),
+        ``labels`` are those of what the function reads, by default ``operand_labels``.
+        """
+        function = self.function
+        if function is None:
+            return rule
+        if function.quantizes:
+            rule = rule.in_blocks(rule.results[0][-1:], BLOCK)
+        own = self.operand_labels if labels is None else labels
+        read = [tuple(x if x in rule.sizes else None for x in dims) for dims in own]
+        (out,) = rule.results
+        places = function.result_labels(tuple(range(len(out))))
+        results = tuple(tuple(out[i] for i in dims) for dims in places)
+        shared = frozenset.intersection(*map(frozenset, results))
+        kinds = (kind if isinstance(kind, str) else "sum" for kind in function.reductions)
+        return dataclasses.replace(
+            rule,
+            operands=(*rule.operands, *read),
+            results=results,
+            epilogue_from=len(rule.operands),
+            reduced=frozenset(x for x in out if x is not None and x not in shared),
+            combined_by=tuple(kinds),
+        )
+
+
+def define_product(
+    kind: type[ProductCall],
+    name: str,
+    reference: Callable[..., Any],
+    *,
+    transposes: Transposes | Callable[..., Transposes],
+    **rules: Any,
+) -> Callable[..., list[Array]]:
+    """Define the primitive of a product whose calls are of a kind.
+
+    ``transposes`` are those of calls without a function, which are linear. ``rules`` are those of
+    :class:`~jax_tilekern.primitives.operation.Operation` that do not follow from ``kind``.
+    """
+
+    def linear(*, function: ScalarFunction | None = None, **params: Any) -> Transposes:
+        if function is not None:
+            return {}
+        return transposes(**params) if callable(transposes) else transposes
+
+    given = {"is_linear": lambda function=None, **_: function is None, **rules}
+    return define(
+        Operation(
+            name,
+            reference,
+            several_results=True,
+            transposes=linear,
+            describe=lambda **params: kind(**params).described(),
+            localised=lambda shard, *operands, **params: kind(**params).localised(shard, operands),
+            in_float32=in_float32,
+            function_of_sum=lambda **params: kind(**params).function_of_sum(),
+            stands_for=as_dot_general,
+            saved=lambda **params: kind(**params).saved(),
+            **given,
+        )
     )
 
 
-def described_function(
-    function: ScalarFunction,
+def in_float32(*, function: ScalarFunction | None = None, **params: Any) -> Params:
+    """Return the parameters of the same call whose products are float32, and so are reductions."""
+    params["out_dtype"] = np.dtype(np.float32)
+    if function is None:
+        return params
+    return {**params, "function": function.with_reductions_in_float32()}
+
+
+def as_dot_general(
     contraction: Contraction,
-    operand_labels: Sequence[Labels],
-    products: int = 1,
-) -> str:
-    """Return the call of an epilogue of so many products, for ``explain``."""
-    names = contraction.names
-    arrays = ("".join(names[x] for x in labels) or "1" for labels in operand_labels)
-    return f"{function.name}({', '.join((*['accumulator'] * products, *arrays))})"
+    out_dtype: np.dtype[Any],
+    precision: Any = None,
+    pair: bool = False,
+    **_: Any,
+) -> tuple[compat.Primitive, dict[str, Any]] | None:
+    """Return the primitive of JAX's, and its parameters, as which policies see a product.
+
+    There is none for one with groups, or for a pair.
+    """
+    if contraction.group is not None or pair:
+        return None
+    return compat.dot_general_p, {
+        "dimension_numbers": contraction.dimension_numbers,
+        "precision": precision,
+        "preferred_element_type": out_dtype,
+        "out_sharding": None,
+    }

@@ -23,7 +23,8 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.products.contraction import as_dot_general, contract
+from jax_tilekern.ops.products.contraction import contract
+from jax_tilekern.ops.products.epilogues import as_dot_general
 from jax_tilekern.ops.products.fused_lowering import planners
 from jax_tilekern.ops.products.labelled_operands import common_type, swapped_precision
 from jax_tilekern.ops.products.overlapped_lowering import (

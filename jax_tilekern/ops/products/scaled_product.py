@@ -22,25 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.products.contraction import (
-    as_dot_general,
     contract,
-    in_float32,
     masked_product,
     sharding_rule,
 )
 from jax_tilekern.ops.products.contraction_lowering import LoweredProduct, cuda_kernel
-from jax_tilekern.ops.products.epilogues import (
-    ProductCall,
-    described_function,
-    with_epilogue,
-)
 from jax_tilekern.ops.products.fused_lowering import fused_kernel
 from jax_tilekern.ops.products.groups import used
-from jax_tilekern.ops.products.scaled_call import ScaledPrimitive
+from jax_tilekern.ops.products.scaled_call import ScaledCall, define_scaled
 from jax_tilekern.ops.products.scaled_layout import (
     scaled_geometry,
     scales_in_memory,
@@ -49,7 +41,7 @@ from jax_tilekern.ops.products.scaled_layout import (
 )
 from jax_tilekern.ops.products.scaled_operands import dequantized, refuse_tangent
 from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.plans.contraction import Labels, labelled
+from jax_tilekern.plans.contraction import Labels
 from jax_tilekern.plans.gemm.problem import Product, Scales
 from jax_tilekern.plans.gemm.select import copies_rows_first
 from jax_tilekern.plans.gpu import current_gpu
@@ -57,13 +49,10 @@ from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
-    Operation,
     Outcome,
     Params,
     Planner,
     Rewrite,
-    Transposes,
-    define,
     no_refusal,
 )
 
@@ -71,7 +60,7 @@ _F32: np.dtype[Any] = np.dtype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call(ProductCall):
+class _Call(ScaledCall):
     """The parameters of a call."""
 
     rows_last: tuple[bool, bool] = (False, False)
@@ -79,16 +68,12 @@ class _Call(ProductCall):
 
     factors = 4
     linear_in = ((2,), (3,))
-
-    @property
-    def name(self) -> str:
-        """The public function that it is."""
-        return "scaled_ragged_dot" if self.is_grouped else "scaled_matmul"
+    together = ((0, 2), (1, 3))
 
     def multiply(self, *factors: Array, **others: Any) -> Array:
         own = {"contraction": self.contraction, "rows_last": self.rows_last, "out_dtype": _F32}
         (result,) = _bind(*factors, **own | others)
-        return result  # type: ignore[no-any-return]
+        return result
 
 
 # Meaning.
@@ -131,11 +116,6 @@ _reference = functools.partial(_by, masked_product)
 _by_contraction = functools.partial(_by, contract)
 
 
-def unfused(*operands: Array, **params: Any) -> list[Array]:
-    """Compute the product by a kernel, and the epilogue in XLA."""
-    return _Call(**params).unfused(functools.partial(_bind, **params), operands)
-
-
 # Rules.
 
 
@@ -169,48 +149,6 @@ def _cotangent(operand: int, cotangents: Sequence[Array], *operands: Any, **para
     return result  # type: ignore[no-any-return]
 
 
-def _transposes(*, function: ScalarFunction | None = None, **_: Any) -> Transposes:
-    """Return the rules of both arrays of scales, in which a product alone is linear."""
-    if function is not None:
-        return {}
-    return {i: functools.partial(_cotangent, i) for i in (2, 3)}
-
-
-def _batch(
-    axis_data: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
-) -> tuple[list[Array], list[int]]:
-    """Put the mapped axis first. An operand and its scales have it together."""
-    call, n = _Call(**params), _Call(**params).first_read
-    out_dims = [0] if call.function is None else call.function.mapped_dims
-    if all(dim is None for dim in dims[:n]):
-        return call.batched_epilogue(operands, dims)
-    mapped = [dims[i] is not None or dims[i + 2] is not None for i in (0, 1)] * 2
-    mapped += [dim is not None for dim in dims[4:n]]
-
-    labels = call.contraction.mapped(*(0 if x else None for x in (*mapped[:2], *mapped[4:])))
-    params["contraction"], new = labels, labels.out[0]
-    if call.function is not None:
-        own = zip(call.operand_labels, dims[n:], strict=True)
-        params["operand_labels"] = tuple(labelled(x, new, dim) for x, dim in own)
-    factors = batched_factors(axis_data.size, operands[:n], dims[:n], mapped)
-    return _bind(*factors, *operands[n:], **params), out_dims
-
-
-def batched_factors(
-    size: int, operands: Sequence[Array], dims: Sequence[int | None], mapped: Sequence[bool]
-) -> list[Array]:
-    """Return operands with the mapped axis first, in those that are to have it."""
-
-    def moved(x: Array, dim: int | None, is_mapped: bool) -> Array:
-        if not is_mapped:
-            return x
-        if dim is None:
-            return jnp.broadcast_to(x, (size, *x.shape))
-        return jnp.moveaxis(x, dim, 0)
-
-    return [*map(moved, operands, dims, mapped)]
-
-
 def _sharding_rule(
     lhs: Any, rhs: Any, lhs_scales: Any, rhs_scales: Any, *others: Any, **params: Any
 ) -> ShardingRule:
@@ -239,20 +177,10 @@ def _sharding_rule(
     factors, bounds = rule.operands[:2], rule.operands[2:]
     rule = dataclasses.replace(rule, operands=(*factors, *scale_dims, *bounds))
     rule = rule.in_blocks(blocked, BLOCK)
-    if call.function is None:
-        return rule
-    return with_epilogue(rule, call.operand_labels, call.function)
+    return call.with_epilogue(rule)
 
 
 # Lowering.
-
-
-def _described(**params: Any) -> str:
-    call = _Call(**params)
-    text = f"{call.name} {call.contraction}"
-    if call.function is None:
-        return text
-    return f"{text}, {described_function(call.function, call.contraction, call.operand_labels)}"
 
 
 def _dequantised(why: str, params: Params) -> Rewrite:
@@ -334,7 +262,7 @@ def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
     if not isinstance(found, str):
         return found
     text = f"the epilogue runs in XLA, after the product: {found}"
-    return Rewrite(text, functools.partial(unfused, **params))
+    return Rewrite(text, functools.partial(SCALED.unfused, **params))
 
 
 def _with_rows_first(
@@ -362,25 +290,14 @@ def _with_columns_first(
     return results
 
 
-_bind = define(
-    Operation(
-        name="tilekern_scaled_matmul",
-        reference=_reference,
-        several_results=True,
-        jvp=_jvp,
-        is_linear=lambda function=None, **_: function is None,
-        transposes=_transposes,
-        refuse_tangent=_refuse_tangent,
-        batch=_batch,
-        sharding_rule=_sharding_rule,
-        localised=lambda shard, *operands, **params: _Call(**params).localised(shard, operands),
-        planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(no_refusal, _cuda)},
-        describe=_described,
-        in_float32=in_float32,
-        function_of_sum=lambda **params: _Call(**params).function_of_sum(),
-        stands_for=as_dot_general,
-        saved=lambda **params: _Call(**params).saved(),
-    )
+SCALED = define_scaled(
+    _Call,
+    "tilekern_scaled_matmul",
+    _reference,
+    jvp=_jvp,
+    transposes={i: functools.partial(_cotangent, i) for i in (2, 3)},
+    refuse_tangent=_refuse_tangent,
+    sharding_rule=_sharding_rule,
+    planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(no_refusal, _cuda)},
 )
-
-SCALED = ScaledPrimitive(_bind, unfused)
+_bind = SCALED.bind

@@ -20,6 +20,7 @@ from jax_tilekern.ops.arguments import integer
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.products import contraction as contractions
 from jax_tilekern.ops.products.contraction_lowering import CPU, source, stated_product
+from jax_tilekern.ops.products.epilogues import as_dot_general, in_float32
 from jax_tilekern.ops.products.labelled_operands import product_by_lax
 from jax_tilekern.ops.products.matmul import labelled_matrices
 from jax_tilekern.plans.contraction import Contraction
@@ -158,7 +159,7 @@ _bind = define(
         planners={"cpu": Planner(no_refusal, _cpu), "cuda": Planner(no_refusal, _cuda)},
         describe=lambda contraction, levels, **_: f"strassen {contraction}, levels={levels}",
         source=source,
-        in_float32=contractions.in_float32,
-        stands_for=lambda levels, **params: contractions.as_dot_general(**params),
+        in_float32=in_float32,
+        stands_for=lambda levels, **params: as_dot_general(**params),
     )
 )

@@ -24,42 +24,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.products import weight_kernel
 from jax_tilekern.ops.products.contraction import (
-    as_dot_general,
     contract,
     contract_with_scalar_function,
-    in_float32,
     masked_product,
     sharding_rule,
 )
-from jax_tilekern.ops.products.epilogues import ProductCall, described_function, with_epilogue
 from jax_tilekern.ops.products.groups import used
-from jax_tilekern.ops.products.scaled_call import ScaledPrimitive, scaled_call
+from jax_tilekern.ops.products.scaled_call import ScaledCall, define_scaled, scaled_call
 from jax_tilekern.ops.products.scaled_operands import block_of_scales, dequantized, of_elements
-from jax_tilekern.ops.products.scaled_product import batched_factors
 from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.plans.contraction import Contraction, labelled
+from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.arithmetic import BF16, F32
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.quantize import BLOCK
-from jax_tilekern.primitives.linearity import tangents_out
+from jax_tilekern.primitives.linearity import OperandGroup, tangents_out
 from jax_tilekern.primitives.operation import (
     Operand,
-    Operation,
     Params,
     Planner,
     Rewrite,
     Transposes,
-    define,
     no_refusal,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call(ProductCall):
+class _Call(ScaledCall):
     """The parameters of a call.
 
     Attributes
@@ -80,10 +73,19 @@ class _Call(ProductCall):
     def factors(self) -> int:
         return 4 if self.has_zeros else 3
 
+    @property
+    def together(self) -> Sequence[OperandGroup]:
+        return [tuple(range(1, self.factors))]
+
+    @property
+    def product_in_words(self) -> str:
+        zeros = " with zero points" if self.has_zeros else ""
+        return f"{super().product_in_words} by weights{zeros}"
+
     def multiply(self, *factors: Array, **others: Any) -> Array:
         own = {name: getattr(self, name) for name in ("contraction", "has_zeros", "precision")}
         (result,) = _bind(*factors, **{**own, "out_dtype": F32, **others})
-        return result  # type: ignore[no-any-return]
+        return result
 
     def tangents_of_product(
         self, product: Callable[..., Any], primals: Any, tangents: Any, results: Any
@@ -164,11 +166,6 @@ def _by_contraction(*operands: Array, **params: Any) -> list[Array]:
     )
 
 
-def _unfused(*operands: Array, **params: Any) -> list[Array]:
-    """Compute the product by itself, and the epilogue in XLA."""
-    return _Call(**params).unfused(functools.partial(_bind, **params), operands)
-
-
 # Rules.
 
 
@@ -226,38 +223,13 @@ def _cotangent(operand: int, cotangents: Sequence[Array], *operands: Any, **para
     return result  # type: ignore[no-any-return]
 
 
-def _transposes(
-    *, function: ScalarFunction | None = None, has_zeros: bool = False, **_: Any
-) -> Transposes:
+def _transposes(*, has_zeros: bool = False, **_: Any) -> Transposes:
     """Return the rules of what a product alone is linear in.
 
     Zero points are an unknown of the term that ``tangents_of_product`` adds, whose weights are 0.
     """
-    if function is not None:
-        return {}
     operands = (0, 2, 3) if has_zeros else (0, 2)
     return {i: functools.partial(_cotangent, i) for i in operands}
-
-
-def _batch(
-    axis_data: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
-) -> tuple[list[Array], list[int]]:
-    """Put the mapped axis first. Weights, scales and zero points have it together."""
-    call = _Call(**params)
-    n, end = call.factors, call.first_read
-    if all(dim is None for dim in dims[:end]):
-        return call.batched_epilogue(operands, dims)
-    of_weights = any(dim is not None for dim in dims[1:n])
-    mapped = [dims[0] is not None, *[of_weights] * (n - 1), *(x is not None for x in dims[n:end])]
-    factors = batched_factors(axis_data.size, operands[:end], dims[:end], mapped)
-    labels = call.contraction.mapped(*(0 if x else None for x in (*mapped[:2], *mapped[n:])))
-    params["contraction"], new = labels, labels.out[0]
-    out_dims = [0]
-    if call.function is not None:
-        out_dims = call.function.mapped_dims
-        own = zip(call.operand_labels, dims[end:], strict=True)
-        params["operand_labels"] = tuple(labelled(x, new, dim) for x, dim in own)
-    return _bind(*factors, *operands[end:], **params), out_dims
 
 
 def _sharding_rule(x: Any, w: Any, scales: Any, *others: Any, **params: Any) -> ShardingRule:
@@ -277,21 +249,10 @@ def _sharding_rule(x: Any, w: Any, scales: Any, *others: Any, **params: Any) -> 
         rule = rule.in_blocks(c.rhs[-2:-1], BLOCK)
     if groups not in (1, k):
         rule = rule.in_blocks(c.rhs[-1:], block_of_scales(groups, k))
-    if call.function is None:
-        return rule
-    return with_epilogue(rule, call.operand_labels, call.function)
+    return call.with_epilogue(rule)
 
 
 # Lowering.
-
-
-def _described(**params: Any) -> str:
-    call = _Call(**params)
-    name = "scaled_ragged_dot" if call.is_grouped else "scaled_matmul"
-    text = f"{name} {call.contraction} by weights{' with zero points' if call.has_zeros else ''}"
-    if call.function is None:
-        return text
-    return f"{text}, {described_function(call.function, call.contraction, call.operand_labels)}"
 
 
 def _dequantised_first(reason: str, **params: Any) -> Rewrite:
@@ -337,25 +298,15 @@ def _on_gpu(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
     return Rewrite(f"a kernel {how}; {choice.reason}", product)
 
 
-_bind = define(
-    Operation(
-        name="tilekern_weight_matmul",
-        reference=_reference,
-        several_results=True,
-        jvp=_jvp,
-        is_linear=lambda function=None, has_zeros=False, **_: function is None and not has_zeros,
-        transposes=_transposes,
-        refuse_tangent=_refuse_tangent,
-        batch=_batch,
-        sharding_rule=_sharding_rule,
-        localised=lambda shard, *operands, **params: _Call(**params).localised(shard, operands),
-        planners={"cpu": Planner(no_refusal, _on_cpu), "cuda": Planner(no_refusal, _on_gpu)},
-        describe=_described,
-        in_float32=in_float32,
-        function_of_sum=lambda **params: _Call(**params).function_of_sum(),
-        stands_for=as_dot_general,
-        saved=lambda **params: _Call(**params).saved(),
-    )
+_WEIGHTS = define_scaled(
+    _Call,
+    "tilekern_weight_matmul",
+    _reference,
+    jvp=_jvp,
+    is_linear=lambda function=None, has_zeros=False, **_: function is None and not has_zeros,
+    transposes=_transposes,
+    refuse_tangent=_refuse_tangent,
+    sharding_rule=_sharding_rule,
+    planners={"cpu": Planner(no_refusal, _on_cpu), "cuda": Planner(no_refusal, _on_gpu)},
 )
-
-_WEIGHTS = ScaledPrimitive(_bind, _unfused)
+_bind = _WEIGHTS.bind
