@@ -75,6 +75,17 @@ def highest_precision():
 
 
 @pytest.fixture
+def on_the_cpu():
+    """Run on the CPU wherever the suite runs, and leave the instruction set as it was."""
+    from jax_tilekern import _core
+
+    before = _core.cpu_instruction_set()
+    with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True):
+        yield
+    _core.set_cpu_instruction_set(before)
+
+
+@pytest.fixture
 def x64():
     with jax.enable_x64(True):
         yield

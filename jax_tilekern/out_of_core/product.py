@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
+from jax_tilekern.ops.element_types import wide_dtype
 from jax_tilekern.ops.products.matmul import matmul as device_matmul
 from jax_tilekern.out_of_core import traced
 from jax_tilekern.out_of_core.blocks import Place, Plan, WholeProduct, choose_plan
@@ -223,8 +224,7 @@ def _problem(
         device_matmul, precision=precision, preferred_element_type=preferred
     )
     out = jax.eval_shape(product, *(jax.ShapeDtypeStruct((1, 1), x) for x in (lhs, rhs))).dtype
-    narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
-    return WholeProduct(m, n, k, lhs, rhs, out, np.dtype(np.float32) if narrow else out)
+    return WholeProduct(m, n, k, lhs, rhs, out, wide_dtype(out))
 
 
 def _free_bytes() -> int:

@@ -7,7 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-CXX_TYPES: dict[np.dtype[Any], str] = {
+Dtype = np.dtype[Any]
+
+CXX_TYPES: dict[Dtype, str] = {
     np.dtype(np.bool_): "bool",
     np.dtype(np.int8): "signed char",
     np.dtype(np.int16): "short",

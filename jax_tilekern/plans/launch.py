@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _MAX_BLOCK = (1024, 1024, 64)
 _MAX_BLOCK_THREADS = 1024
-MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_INT32 = 2**31 - 1
+MAX_GRID = (MAX_INT32, 65535, 65535)
 # Clusters of more than 8 CTAs are not portable between GPUs of one architecture.
 _MAX_CLUSTER_BLOCKS = 8
 _TENSOR_MAP_BYTES = 128

@@ -15,14 +15,13 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32, FP8
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 
 # Rows and columns of a block, and of a CTA's tile.
 BLOCK = 128
 _THREADS = 256
 # Adjacent elements of a thread.
 _PATCH = 8
-_MAX_CTAS = 2**31 - 1
 QUANTIZED_DTYPES = (BF16, F16, F32)
 # Elements of a row that a scale may have besides whole rows, and the types of integers.
 GROUPS = (32, 64, BLOCK)
@@ -93,7 +92,7 @@ def plan_quantize(problem: Quantized, gpu: Gpu) -> LaunchPlan | NoKernel:
         return NoKernel(f"no kernel quantises {problem.dtype} to {problem.quantized}")
     tiles = math.ceil(problem.rows / BLOCK), math.ceil(problem.columns / BLOCK)
     ctas = problem.matrices * math.prod(tiles)
-    if max(ctas, problem.rows, problem.columns) > _MAX_CTAS - BLOCK:
+    if max(ctas, problem.rows, problem.columns) > MAX_INT32 - BLOCK:
         return NoKernel("a launch has at most 2**31 CTAs")
     kernel = problem.kernel
     # Without a transpose, the kernel does not use the last two.

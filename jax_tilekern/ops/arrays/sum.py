@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat, ffi
 from jax_tilekern.interop.originals import jnp, lax
+from jax_tilekern.ops.element_types import wide_dtype
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
@@ -136,21 +137,15 @@ def sum(
 
 def _with_initial(a: Array, axes: Axes, dtype: np.dtype[Any], initial: ArrayLike) -> Array:
     """Add ``initial`` before anything is rounded to a narrow float."""
-    sums = _accumulator(dtype)
+    sums = wide_dtype(dtype)
     total = _bind(a, axes=axes, dtype=sums)
     initial = compat.as_type(initial, sums)
     return lax.bitwise_or(initial, total) if dtype.kind == "b" else lax.add(initial, total)
 
 
-def _accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which sums that are rounded to another one are added up."""
-    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return np.dtype(np.float32) if is_narrow else dtype
-
-
 def _reference(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
     # JAX would sum in a narrow float that is requested explicitly, and in any of 8 bits.
-    sums = _accumulator(dtype)
+    sums = wide_dtype(dtype)
     return jnp.sum(x, axes, None if x.dtype == sums else sums, promote_integers=False).astype(dtype)
 
 

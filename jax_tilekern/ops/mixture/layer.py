@@ -23,6 +23,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.custom_rules import custom_jvp
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp
+from jax_tilekern.ops.element_types import clipped
 from jax_tilekern.ops.mixture.activation import closed_over
 from jax_tilekern.ops.mixture.rows import combine_rows, spread_rows
 from jax_tilekern.ops.products.contraction import contract
@@ -32,7 +33,6 @@ from jax_tilekern.ops.products.fused_contraction import (
 from jax_tilekern.ops.products.quantized_weights import QuantizedWeights, multiply_by
 from jax_tilekern.ops.products.ragged_dot import rows_by_matrices
 from jax_tilekern.ops.products.weight_pair import is_pair, multiply_by_pair
-from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.order import order_and_places
 from jax_tilekern.ops.segments.plan import is_too_large
 

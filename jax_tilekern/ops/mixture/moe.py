@@ -15,6 +15,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.array_sources import source_of
 from jax_tilekern.interop.global_modes import by_types, mode_independent, with_current_modes
 from jax_tilekern.ops.arguments import check_choice, integer
+from jax_tilekern.ops.element_types import clipped
 from jax_tilekern.ops.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.mixture.activation import named, traced_activation
@@ -23,7 +24,6 @@ from jax_tilekern.ops.mixture.layer import DIMS, expert_layer
 from jax_tilekern.ops.mixture.sharding import on_devices
 from jax_tilekern.ops.products.groups import checked_offset
 from jax_tilekern.ops.products.quantized_weights import QuantizedWeights
-from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.selection.top_k import top_k
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.quantize import QUANTIZED_DTYPES

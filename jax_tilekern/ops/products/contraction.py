@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding
 from jax_tilekern.epilogue.plain_data import from_data, to_data
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.element_types import wide_dtype
 from jax_tilekern.ops.products import complex_products, contraction_lowering
 from jax_tilekern.ops.products.contraction_lowering import CUDA, state_problem
 from jax_tilekern.ops.products.epilogues import ProductCall, define_product
@@ -87,8 +88,7 @@ def contract(
     summed = contraction.summed_bounds
     if summed:
         # Groups differ along these dimensions, so each index is a product of its own.
-        narrow = jnp.issubdtype(out_dtype, jnp.floating) and np.dtype(out_dtype).itemsize < 4
-        sums = np.dtype(np.float32 if narrow else out_dtype)
+        sums = wide_dtype(out_dtype)
         products = contract(
             lhs,
             rhs,

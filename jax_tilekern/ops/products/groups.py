@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.originals import jnp
+from jax_tilekern.ops.element_types import clipped
 from jax_tilekern.ops.products.labelled_operands import broadcasted, transposed
 from jax_tilekern.ops.segments.take import take
 from jax_tilekern.partitioning.explicit import split_alike
@@ -69,8 +70,8 @@ def group_bounds(sizes: Array, rows: Any, offset: Array | None = None, count: An
     """
     groups = sizes.shape[-1]
     count = groups if count is None else count
-    first = 0 if offset is None else _clipped(offset.reshape(()), -count, groups)
-    sizes = _clipped(sizes, 0, _MOST).astype(np.uint32)
+    first = 0 if offset is None else clipped(offset.reshape(()), -count, groups)
+    sizes = clipped(sizes, 0, _MOST).astype(np.uint32)
     # The digits are summed, so that the sums of up to two million groups do not overflow. XLA does
     # not partition a sum that saturates.
     digits = jnp.stack([sizes & _DIGIT, sizes >> _BITS & _DIGIT, sizes >> 2 * _BITS])
@@ -84,16 +85,6 @@ def group_bounds(sizes: Array, rows: Any, offset: Array | None = None, count: An
     sums = jnp.where(high >> (31 - 2 * _BITS) > 0, np.uint32(_MOST), sums)
     sums = sums.astype(np.int32)
     return jnp.where(sums < rows, sums, rows)
-
-
-def _clipped(x: Array, low: int, high: int) -> Array:
-    """Integers of any type as ``int32`` between two others."""
-    # Conditions and not jnp.clip, since jax.experimental.jet takes minima of floats only.
-    if x.dtype.itemsize < 4:
-        x = x.astype(np.int32)
-    info = np.iinfo(x.dtype)
-    low, high = max(low, info.min), min(high, info.max)
-    return jnp.where(x < low, low, jnp.where(x > high, high, x)).astype(np.int32)
 
 
 def masked(

@@ -21,10 +21,16 @@ from jax_tilekern.ops.products.epilogues import (
     with_blocks_last,
 )
 from jax_tilekern.ops.products.fused_contraction import labelled_operands
-from jax_tilekern.plans.contraction import labelled
+from jax_tilekern.plans.contraction import Contraction, labelled
 from jax_tilekern.plans.gemm.arithmetic import F32, TYPES
 from jax_tilekern.primitives.linearity import OperandGroup
 from jax_tilekern.primitives.operation import Params
+
+_ROW, _K, _GROUP, _COLUMN = range(4)
+# Rows times the transpose of a matrix for each group.
+ROWS_BY_MATRICES = Contraction(
+    (_ROW, _K), (_GROUP, _COLUMN, _K), (_ROW, _COLUMN), (_GROUP,), _ROW, _GROUP
+)
 
 
 @dataclass(frozen=True, kw_only=True)

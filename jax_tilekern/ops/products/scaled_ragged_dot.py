@@ -15,7 +15,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.ops.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.products.groups import checked_offset, group_bounds
-from jax_tilekern.ops.products.scaled_call import scaled_call
+from jax_tilekern.ops.products.scaled_call import ROWS_BY_MATRICES, scaled_call
 from jax_tilekern.ops.products.scaled_operands import (
     blocks_of,
     check_scales,
@@ -25,13 +25,6 @@ from jax_tilekern.ops.products.scaled_operands import (
 )
 from jax_tilekern.ops.products.scaled_product import SCALED
 from jax_tilekern.ops.products.weight_product import weights_call
-from jax_tilekern.plans.contraction import Contraction
-
-_ROW, _K, _GROUP, _COLUMN = range(4)
-# Rows times the transpose of a matrix for each group.
-_ROWS_BY_MATRICES = Contraction(
-    (_ROW, _K), (_GROUP, _COLUMN, _K), (_ROW, _COLUMN), (_GROUP,), _ROW, _GROUP
-)
 
 
 @jitted("preferred_element_type")
@@ -128,10 +121,10 @@ def scaled_ragged_dot(
         }
         if lhs_scales is None:
             weights = rhs, rhs_scales, zeros
-            product = weights_call(lhs, weights, [bounds], contraction=_ROWS_BY_MATRICES, **call)
+            product = weights_call(lhs, weights, [bounds], contraction=ROWS_BY_MATRICES, **call)
         else:
             factors = lhs, rhs, lhs_scales.T, rhs_scales
-            layout = {"contraction": _ROWS_BY_MATRICES, "rows_last": (True, False)}
+            layout = {"contraction": ROWS_BY_MATRICES, "rows_last": (True, False)}
             product = scaled_call(SCALED, factors, [bounds], layout=layout, **call)
         return product  # type: ignore[no-any-return]
 

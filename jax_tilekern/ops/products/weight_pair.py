@@ -14,8 +14,8 @@ from jax_tilekern.epilogue.scalar_function import Role
 from jax_tilekern.interop.custom_rules import custom_jvp
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.ops.products import weight_kernel
+from jax_tilekern.ops.products.scaled_call import ROWS_BY_MATRICES
 from jax_tilekern.ops.products.weight_product import weights_call
-from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.primitives.operation import (
     Operand,
@@ -27,10 +27,6 @@ from jax_tilekern.primitives.operation import (
 )
 
 Factors = tuple[Array, ...]
-_ROW, _K, _GROUP, _COLUMN = range(4)
-_CONTRACTION = Contraction(
-    (_ROW, _K), (_GROUP, _COLUMN, _K), (_ROW, _COLUMN), (_GROUP,), _ROW, _GROUP
-)
 
 
 def is_pair(first: Factors, second: Factors) -> bool:
@@ -69,7 +65,7 @@ def multiply_by_pair(
 def _separately(x: Array, *operands: Array, precision: Any, out_dtype: Any) -> list[Array]:
     *weights, bounds = operands
     half = len(weights) // 2
-    call: dict[str, Any] = {"contraction": _CONTRACTION, "role": Role("moe")}
+    call: dict[str, Any] = {"contraction": ROWS_BY_MATRICES, "role": Role("moe")}
     call |= {"precision": precision, "out_dtype": out_dtype}
     return [
         weights_call(x, factors, [bounds], shape=(x.shape[0], factors[0].shape[1]), **call)
@@ -96,9 +92,9 @@ def _on_gpu(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
     x, *weights = (each.aval for each in operands[:-1])
     half, gpu = len(weights) // 2, current_gpu()
     first = x, *weights[:half]
-    if why := weight_kernel.why_not(_CONTRACTION, gpu, *first):
+    if why := weight_kernel.why_not(ROWS_BY_MATRICES, gpu, *first):
         return _two(why, **params)
-    choice = weight_kernel.choice(_CONTRACTION, gpu, *first, has_function=False)
+    choice = weight_kernel.choice(ROWS_BY_MATRICES, gpu, *first, has_function=False)
     if choice.candidate is None:
         return _two(choice.reason, **params)
     out_dtype = params["out_dtype"]
@@ -106,7 +102,7 @@ def _on_gpu(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
     def both(x: Array, *operands: Array) -> list[Array]:
         *weights, bounds = operands
         found = weight_kernel.multiply(
-            _CONTRACTION, x, *weights[:half], second=weights[half:], bounds=[bounds],
+            ROWS_BY_MATRICES, x, *weights[:half], second=weights[half:], bounds=[bounds],
             out_dtype=out_dtype,
         )  # fmt: skip
         return [y.astype(out_dtype) for y in found]

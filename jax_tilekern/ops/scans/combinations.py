@@ -12,9 +12,9 @@ import numpy as np
 from jax_tilekern.epilogue.cuda_text import cuda_text, rounded
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
+from jax_tilekern.plans.cxx import Dtype
 from jax_tilekern.plans.scans.problem import Combination
 
-Dtype = np.dtype[Any]
 # Types in memory that kernels compute in a wider one.
 _WIDER = {
     np.dtype(narrow): np.dtype(wide)

@@ -15,9 +15,10 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.interop.patch import replace
 from jax_tilekern.ops.along_axis import define_along_axis
+from jax_tilekern.ops.element_types import is_narrow, wide_dtype
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.scans.combinations import combination
-from jax_tilekern.ops.scans.linear_recurrence import element_before, recurrence, wide_dtype
+from jax_tilekern.ops.scans.linear_recurrence import element_before, recurrence
 from jax_tilekern.ops.scans.lowering import (
     planned_scan,
     scan_input,
@@ -210,8 +211,7 @@ def _as_lax(
 
 def _reference(x: Array, *, kind: Kind, axis: int, reverse: bool) -> Array:
     # JAX would combine narrow floats in their own type.
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    wide = x.astype(np.float32) if narrow and kind not in ("max", "min") else x
+    wide = x if kind in ("max", "min") else x.astype(wide_dtype(x.dtype))
     result: Array = getattr(lax, f"cum{kind}")(wide, axis, reverse).astype(x.dtype)
     return result
 
@@ -305,8 +305,7 @@ def _in_place_of_jax(function: Any, operand: Array, *, axis: int, reverse: bool)
     # It raises the errors: that of booleans, which jnp.cumsum adds up.
     jax.eval_shape(original, operand)
     # JAX combines narrow floats in their own type. On a CPU its derivatives are faster.
-    is_narrow = jnp.issubdtype(operand.dtype, jnp.floating) and operand.dtype.itemsize < 4
-    if (is_narrow and function not in (cummax, cummin)) or (
+    if (is_narrow(operand.dtype) and function not in (cummax, cummin)) or (
         function is not cumsum and why_no_gpu() is not None
     ):
         return original(operand)

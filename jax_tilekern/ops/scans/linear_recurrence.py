@@ -19,6 +19,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp, lax
 from jax_tilekern.ops.along_axis import define_along_axis, rule_along_axis
+from jax_tilekern.ops.element_types import wide_dtype
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.scans.combinations import combination
 from jax_tilekern.ops.scans.lowering import (
@@ -140,11 +141,6 @@ def element_before(x: Array, axis: int, reverse: bool, first: ArrayLike = 0) -> 
     if reverse:
         return lax.concatenate([lax.slice_in_dim(x, 1, size, axis=axis), start], axis)
     return lax.concatenate([start, lax.slice_in_dim(x, 0, size - 1, axis=axis)], axis)
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """Return the type in which elements are combined."""
-    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
 def _reference(

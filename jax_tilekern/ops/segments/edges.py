@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import Role, ScalarFunction, trace_scalars
 from jax_tilekern.interop.originals import ops
+from jax_tilekern.ops.element_types import wide_dtype
 from jax_tilekern.ops.segments.batches import by_batch, first_of_batches
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
 from jax_tilekern.partitioning import params_text
@@ -159,18 +160,12 @@ def neutral_element(reduction: Combiner, dtype: np.dtype[Any]) -> Any:
 _SCATTERS = {"sum": "add", "prod": "multiply", "max": "max", "min": "min"}
 
 
-def value_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which values are reduced to a type."""
-    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return np.dtype(np.float32) if is_narrow else dtype
-
-
 def by_scatter(read: EdgeOperands, call: SegmentCall) -> Array:
     """Reduce by JAX's own operations."""
     values = edge_values(read.arrays, read.indices, call.gathers, call.function)
     # On CPUs a conversion is a pass of its own, which extrema do not need.
     is_exact = call.reduction in EXTREMA and lowering_platform.value == "cpu"
-    values = values.astype(call.dtype if is_exact else value_dtype(call.dtype))
+    values = values.astype(call.dtype if is_exact else wide_dtype(call.dtype))
     if call.batch == 1:
         by_jax = getattr(ops, f"segment_{call.reduction}")
         total: Array = by_jax(values, read.keys, call.segments, call.is_sorted)

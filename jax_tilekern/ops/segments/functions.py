@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp, ops
 from jax_tilekern.ops.arguments import check_choice
+from jax_tilekern.ops.element_types import wide_dtype
 from jax_tilekern.ops.explicit import (
     Sharding,
     by_automatic_axes,
@@ -20,7 +21,7 @@ from jax_tilekern.ops.explicit import (
     spec_of,
 )
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.segments.edges import EdgeOperands, SegmentCall, trace_values, value_dtype
+from jax_tilekern.ops.segments.edges import EdgeOperands, SegmentCall, trace_values
 from jax_tilekern.ops.segments.keys import from_the_first, keys_of, rows_of
 from jax_tilekern.ops.segments.plan import (
     Ids,
@@ -176,7 +177,7 @@ def segment_mean(
 
 def _mean(data: Array, plan: SegmentPlan, *, has_order: bool) -> Array:
     dtype = jax.eval_shape(jnp.mean, data).dtype
-    wide = value_dtype(dtype)
+    wide = wide_dtype(dtype)
     total = reduced("sum", data.astype(dtype), plan, wide)
     counts = _edges_between_bounds(plan) if has_order else _edges_of_segments(plan)
     counts = jnp.maximum(counts, 1).astype(wide)
@@ -404,7 +405,7 @@ def check_values(name: str, kind: Kind, dtype: Any) -> None:
 
 def combined(reduction: Combiner, table: Array, rows: Array, plan: SegmentPlan) -> Array:
     """Combine rows of a table with all their updates, rounded once."""
-    wide = value_dtype(table.dtype)
+    wide = wide_dtype(table.dtype)
     updates = reduced(reduction, rows, plan, wide)
     return _COMBINE[reduction](table.astype(wide), updates).astype(table.dtype)
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jax_tilekern.ops.element_types import clipped
+
 
 def keys_of(ids: Array, segments: int, *, clip: bool = False) -> Array:
     """Return the int32 key of each id, of any integer type.
@@ -31,15 +33,6 @@ def from_the_first(numbers: Array, rows: int) -> Array:
     if numbers.dtype.itemsize < 4:
         numbers = numbers.astype(np.int32)
     return jnp.where(numbers < 0, numbers + rows, numbers)
-
-
-def clipped(numbers: Array, low: int, high: int) -> Array:
-    """Return integers of any type between two bounds of 31 bits, as int32."""
-    if numbers.dtype.itemsize < 4:
-        numbers = numbers.astype(np.int32)
-    if numbers.dtype.kind == "u":
-        return jnp.minimum(numbers, numbers.dtype.type(high)).astype(np.int32)
-    return jnp.clip(numbers, low, high).astype(np.int32)
 
 
 def bins_of(keys: Array, bins: int) -> Array:

@@ -15,6 +15,7 @@ from jax import Array
 from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import ffi
+from jax_tilekern.ops.element_types import wide_dtype
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.segments.edges import (
     EdgeOperands,
@@ -22,7 +23,6 @@ from jax_tilekern.ops.segments.edges import (
     SegmentCall,
     columns_of,
     edge_values,
-    value_dtype,
 )
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import current_policy
@@ -95,7 +95,7 @@ def _reduce_stored_values(reduce: Reduce, *operands: Array, call: SegmentCall) -
 
 def _problem(avals: EdgeOperands, call: SegmentCall) -> SegmentReduction | str:
     """Return what a kernel reduces, or why none does."""
-    dtype, value = call.dtype, value_dtype(call.dtype)
+    dtype, value = call.dtype, wide_dtype(call.dtype)
     trailing = columns_of(x.shape for x in avals.arrays)
     columns = math.prod(trailing)
     types = [x.dtype for x in avals.arrays]
@@ -117,7 +117,7 @@ def _problem(avals: EdgeOperands, call: SegmentCall) -> SegmentReduction | str:
         computed_type(types[0]), computed_type(dtype)
     except Untranslatable as error:
         return str(error)
-    if call.function is None and types[0] != dtype and value != value_dtype(types[0]):
+    if call.function is None and types[0] != dtype and value != wide_dtype(types[0]):
         return f"no kernel reduces {types[0]} to {dtype}"
     if dtype == np.bool_:
         return "no kernel reduces booleans"

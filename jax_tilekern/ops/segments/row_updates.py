@@ -22,7 +22,8 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.global_modes import by_xla, intercepting
 from jax_tilekern.interop.patch import replace
-from jax_tilekern.ops.segments.edges import neutral_element, value_dtype
+from jax_tilekern.ops.element_types import wide_dtype
+from jax_tilekern.ops.segments.edges import neutral_element
 from jax_tilekern.ops.segments.functions import combined, reduced
 from jax_tilekern.ops.segments.plan import segment_plan
 from jax_tilekern.plans.cxx import CXX_TYPES
@@ -236,7 +237,7 @@ def _refusal(
         operands=(MapOperand(dtype, edges),),
         indices=0,
         text=None,
-        value=value_dtype(dtype),
+        value=wide_dtype(dtype),
         out_dtype=dtype,
         ordered=not params["indices_are_sorted"],
     )

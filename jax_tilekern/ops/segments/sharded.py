@@ -14,6 +14,7 @@ from typing import Any
 
 from jax import Array, lax
 
+from jax_tilekern.ops.element_types import wide_dtype
 from jax_tilekern.ops.segments.batches import by_batch, first_of_batches
 from jax_tilekern.ops.segments.edges import (
     EdgeOperands,
@@ -21,7 +22,6 @@ from jax_tilekern.ops.segments.edges import (
     SegmentCall,
     by_scatter,
     columns_of,
-    value_dtype,
 )
 from jax_tilekern.ops.segments.lowering import described, refusal
 from jax_tilekern.ops.segments.order import bounds_of_sorted, order_by_key
@@ -131,7 +131,7 @@ def _sharding_rule(*operands: Any, call: SegmentCall) -> ShardingRule:
 
 
 def _in_float32(*, call: SegmentCall) -> Params:
-    return {"call": dataclasses.replace(call, dtype=value_dtype(call.dtype))}
+    return {"call": dataclasses.replace(call, dtype=wide_dtype(call.dtype))}
 
 
 def _no_batch(*_: Any, **__: Any) -> tuple[Any, Any]:

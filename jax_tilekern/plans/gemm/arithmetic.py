@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-_Dtype = np.dtype[Any]
+from jax_tilekern.plans.cxx import Dtype
 
 F32, F64, F16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -25,7 +25,7 @@ SUB_BYTE_INTEGERS = tuple(
 )
 
 # Result types that kernels write; the first is the accumulator's.
-_RESULTS: dict[_Dtype, tuple[_Dtype, ...]] = {
+_RESULTS: dict[Dtype, tuple[Dtype, ...]] = {
     F32: (F32,),
     F64: (F64,),
     BF16: (F32, BF16),
@@ -35,7 +35,7 @@ _RESULTS: dict[_Dtype, tuple[_Dtype, ...]] = {
 }
 
 # Result types that are rounded from the accumulator's when no kernel writes them.
-_ROUNDED: dict[_Dtype, tuple[_Dtype, ...]] = {
+_ROUNDED: dict[Dtype, tuple[Dtype, ...]] = {
     F32: (BF16, F16, *FP8),
     F64: (F32, BF16, F16),
     INT32: (INT8, np.dtype(np.int16)),
@@ -50,7 +50,7 @@ _SPLIT_FLOAT32 = (
 
 # Presets that a kernel on operands of its own type satisfies. A preset that accumulates in a
 # 16-bit type is satisfied by accumulation in float32.
-_OWN_PRESETS: dict[_Dtype, tuple[str, ...]] = {
+_OWN_PRESETS: dict[Dtype, tuple[str, ...]] = {
     BF16: ("BF16_BF16_F32", "BF16_BF16_BF16"),
     F16: ("F16_F16_F32", "F16_F16_F16"),
     F32: ("F32_F32_F32",),
@@ -72,8 +72,8 @@ class ElementTypes:
         Types of the result.
     """
 
-    operands: tuple[_Dtype, ...]
-    results: tuple[_Dtype, ...]
+    operands: tuple[Dtype, ...]
+    results: tuple[Dtype, ...]
 
 
 # The types that each arithmetic supports. A family of kernels may support fewer.
@@ -95,12 +95,12 @@ TYPES: dict[str, ElementTypes] = {
 class Converted:
     """The product is done in other types: operands cast before it, the result after it."""
 
-    operands: _Dtype
-    result: _Dtype
+    operands: Dtype
+    result: Dtype
     reason: str
 
 
-def accumulator_dtype(operands: _Dtype, product: _Dtype | None = None) -> _Dtype:
+def accumulator_dtype(operands: Dtype, product: Dtype | None = None) -> Dtype:
     """Return the type in which products are accumulated.
 
     Parameters
@@ -126,7 +126,7 @@ def precision_name(precision: Any) -> str:
     return str(getattr(precision, "name", precision))
 
 
-def cpu_arithmetic(lhs: _Dtype, rhs: _Dtype, out: _Dtype, precision: str) -> str | Converted | None:
+def cpu_arithmetic(lhs: Dtype, rhs: Dtype, out: Dtype, precision: str) -> str | Converted | None:
     """Arithmetic on a CPU, where every precision of the operands' own type is exact enough.
 
     Returns
@@ -139,9 +139,7 @@ def cpu_arithmetic(lhs: _Dtype, rhs: _Dtype, out: _Dtype, precision: str) -> str
     return _with_result(lhs, rhs, out, str(lhs))
 
 
-def cuda_arithmetic(
-    lhs: _Dtype, rhs: _Dtype, out: _Dtype, precision: str
-) -> str | Converted | None:
+def cuda_arithmetic(lhs: Dtype, rhs: Dtype, out: Dtype, precision: str) -> str | Converted | None:
     """Arithmetic on a GPU, where float32 operands go through TF32 unless told otherwise.
 
     Returns
@@ -168,11 +166,11 @@ def cuda_arithmetic(
         # XLA's default does not promote accumulators either.
         fast = precision in ("DEFAULT", "ANY_F8_ANY_F8_F32_FAST_ACCUM")
         return _with_result(lhs, rhs, out, "fp8_fast" if fast else "fp8")
-    names: dict[_Dtype, str] = {F64: "f64", BF16: "bf16", F16: "f16", INT8: "int8"}
+    names: dict[Dtype, str] = {F64: "f64", BF16: "bf16", F16: "f16", INT8: "int8"}
     return _with_result(lhs, rhs, out, names.get(lhs, ""))
 
 
-def _with_result(lhs: _Dtype, rhs: _Dtype, out: _Dtype, name: str) -> str | Converted | None:
+def _with_result(lhs: Dtype, rhs: Dtype, out: Dtype, name: str) -> str | Converted | None:
     if lhs not in _RESULTS or not (lhs == rhs or (lhs in FP8 and rhs in FP8)):
         return None
     if out in _RESULTS[lhs]:

@@ -6,18 +6,14 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
+from jax_tilekern.plans.cxx import Dtype
 from jax_tilekern.plans.gemm.arithmetic import ElementTypes
 from jax_tilekern.plans.gemm.epilogue import Epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry, distinct_matrices
 from jax_tilekern.plans.gpu import Gpu, overlapped_cycles
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
 from jax_tilekern.plans.launch import NoKernel
-
-_Dtype = np.dtype[Any]
 
 # The share of the memory bandwidth that a pass which copies reaches (H100).
 _COPY_EFFICIENCY = 0.8
@@ -88,9 +84,9 @@ class Product:
     """
 
     geometry: MatmulGeometry
-    lhs_dtype: _Dtype
-    rhs_dtype: _Dtype
-    out_dtype: _Dtype
+    lhs_dtype: Dtype
+    rhs_dtype: Dtype
+    out_dtype: Dtype
     arithmetic: str
     epilogue: Epilogue | None = None
     pair: bool = False
@@ -109,7 +105,7 @@ class Product:
         return self.geometry
 
     @property
-    def dtypes(self) -> tuple[_Dtype, _Dtype, _Dtype]:
+    def dtypes(self) -> tuple[Dtype, Dtype, Dtype]:
         """Element types of ``lhs``, ``rhs`` and the output."""
         return self.lhs_dtype, self.rhs_dtype, self.out_dtype
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, LaunchPlan
+from jax_tilekern.plans.launch import MAX_INT32, Buffer, LaunchPlan
 from jax_tilekern.plans.reduction.problem import Reduction
 
-_MAX = 2**31 - 1
 # With fewer CTAs than SMs, k is divided among this many for each SM, if that leaves every thread
 # loads enough and the bytes are worth a second launch. Many bytes are worth it for an even load.
 _CTAS_PER_SM, _EVEN_CTAS_PER_SM = 8, 4
@@ -73,6 +72,6 @@ def reduction_candidate(
         passes = whole.partial(math.ceil(whole.k / chunk_k))
         cycles += gpu.rates.next_launch_cycles
     first = passes[0]
-    if max(first.slots, first.chunk_k, first.ctas) > _MAX:
+    if max(first.slots, first.chunk_k, first.ctas) > MAX_INT32:
         return None
     return ReductionCandidate(passes, cycles, name, swapped)

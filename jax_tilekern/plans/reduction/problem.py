@@ -7,17 +7,14 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel
-from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
+from jax_tilekern.plans.cxx import CXX_TYPES, Dtype, cxx_config
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, distinct_matrices
 from jax_tilekern.plans.gpu import VECTOR_BYTES, WARP, power_of_two
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 
-_Dtype = np.dtype[Any]
 THREADS = 256
 # Bytes that loads of all threads, one each, have at least.
 _LOADED_BYTES = 2**20
@@ -52,9 +49,9 @@ class Reduction:
     lhs_strides: tuple[int, ...]  # of the batch, the outputs and k
     rhs_strides: tuple[int, ...] | None  # of the batch and k; None where there is no rhs
     out_strides: tuple[int, ...]  # of the batch and the outputs
-    dtype: _Dtype  # of lhs and rhs
-    sum_dtype: _Dtype  # of the accumulators: float32, float64, or uint32 and uint64, which wrap
-    out_dtype: _Dtype
+    dtype: Dtype  # of lhs and rhs
+    sum_dtype: Dtype  # of the accumulators: float32, float64, or uint32 and uint64, which wrap
+    out_dtype: Dtype
     chunks: int = 1  # CTAs that share k; with several, out has the partial sums of each
 
     @property

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jax_tilekern.plans.cxx import Dtype
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.policy import plan_choice
@@ -15,15 +15,13 @@ from jax_tilekern.plans.policy.workload import sum_workload
 from jax_tilekern.plans.reduction.passes import ReductionCandidate, reduction_candidate
 from jax_tilekern.plans.reduction.problem import Reduction, SummedDims
 
-_Dtype = np.dtype[Any]
-
 _F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
 _FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), _F32, _F64)
 # The real type of a complex number's parts.
-_COMPLEX: dict[_Dtype, _Dtype] = {np.dtype(np.complex64): _F32, np.dtype(np.complex128): _F64}
+_COMPLEX: dict[Dtype, Dtype] = {np.dtype(np.complex64): _F32, np.dtype(np.complex128): _F64}
 
 
-def sum_dtype(dtype: _Dtype, out_dtype: _Dtype) -> _Dtype | None:
+def sum_dtype(dtype: Dtype, out_dtype: Dtype) -> Dtype | None:
     """Return the type that elements are summed in on a GPU; ``None`` if no kernel sums them.
 
     Sums of floats are made in float32 at least, and those of integers wrap.
@@ -40,7 +38,7 @@ def sum_dtype(dtype: _Dtype, out_dtype: _Dtype) -> _Dtype | None:
 
 
 def sum_candidate(
-    dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu
+    dims: SummedDims, dtype: Dtype, out_dtype: Dtype, gpu: Gpu
 ) -> ReductionCandidate | NoKernel:
     """Return the way to sum types that have a :func:`sum_dtype`, or why there is none."""
     total = sum_dtype(dtype, out_dtype)
@@ -69,7 +67,7 @@ def sum_candidate(
     return found or NoKernel(f"{reduction.bytes} bytes take more blocks than a launch has")
 
 
-def plan_sum(dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu) -> LaunchPlan | NoKernel:
+def plan_sum(dims: SummedDims, dtype: Dtype, out_dtype: Dtype, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Compile the kernels of a sum, if the policy chooses them."""
     found = sum_candidate(dims, dtype, out_dtype, gpu)
     if isinstance(found, NoKernel):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.occupancy import occupancy
 from jax_tilekern.plans.scans.look_back import LookBack
 from jax_tilekern.plans.scans.problem import Scan
@@ -27,7 +27,6 @@ _MOST_STEPS = 16
 # Fewer lanes read less than a memory sector at a time, and have long lists of rows to combine.
 _LEAST_LANES = 8
 _MAX_SHARED_BYTES = 48 << 10
-_MAX_CTAS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class ColumnScan:
 
     def plan(self, gpu: Gpu) -> LaunchPlan | NoKernel:
         s = self.scan
-        if self.tiles_of_all > _MAX_CTAS or s.length > _MAX_CTAS:
+        if self.tiles_of_all > MAX_INT32 or s.length > MAX_INT32:
             return NoKernel(f"{s.outer} x {s.length} x {s.columns} elements")
         if self.shared_bytes > _MAX_SHARED_BYTES:
             return NoKernel(f"values of {s.value_bytes} bytes")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gpu import VECTOR_BYTES, WARP, Gpu, power_of_two
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.scans.look_back import LookBack
 from jax_tilekern.plans.scans.problem import Scan
 from jax_tilekern.plans.scans.scan_text import ScanText
@@ -16,7 +16,6 @@ _FILE = "scans/row_scan.cuh"
 _THREADS, _WARPS = 256, 8
 # Bytes that a thread loads of each array, and of all arrays together.
 _ARRAY_BYTES, _LOADED_BYTES = 64, 128
-_MAX_CTAS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class RowScan:
 
     def plan(self, gpu: Gpu) -> LaunchPlan | NoKernel:
         s = self.scan
-        if self.ctas > _MAX_CTAS or self.vectors > _MAX_CTAS:
+        if self.ctas > MAX_INT32 or self.vectors > MAX_INT32:
             return NoKernel(f"{s.outer} rows of {s.length} elements")
         text = ScanText(s, self.vector, along=True)
         looks_back = self.tiles > 1

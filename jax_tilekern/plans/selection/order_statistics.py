@@ -12,7 +12,7 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import WARP, Gpu
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy import plan_choice
 from jax_tilekern.plans.policy.workload import sort_workload
 from jax_tilekern.plans.selection.tile import (
@@ -22,7 +22,6 @@ from jax_tilekern.plans.selection.tile import (
     smallest_tile,
 )
 
-_MAX_ROWS = 2**31 - 1
 _INDEX_BYTES = 4
 _DIGIT_BITS = 11
 # Instructions of a warp for an element of each lane and a digit, and for the counts of a digit; the
@@ -82,8 +81,8 @@ class OrderStatisticsCandidate(CostedCandidate):
 def plan_order_statistics(problem: OrderStatistics, gpu: Gpu) -> LaunchPlan | NoKernel:
     if problem.dtype not in ORDERED_DTYPES:
         return NoKernel(f"no kernel orders {problem.dtype}")
-    if problem.rows > _MAX_ROWS:
-        return NoKernel(f"{problem.rows} rows (at most {_MAX_ROWS})")
+    if problem.rows > MAX_INT32:
+        return NoKernel(f"{problem.rows} rows (at most {MAX_INT32})")
     tile = smallest_tile(COUNTED_TILES, problem.columns)
     if tile is None:
         return NoKernel(f"rows of {problem.columns} (at most {COUNTED_TILES[-1].columns})")

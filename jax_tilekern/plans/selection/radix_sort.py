@@ -9,7 +9,15 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import WARP, Gpu
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars, overlapping
+from jax_tilekern.plans.launch import (
+    MAX_INT32,
+    Buffer,
+    Launch,
+    LaunchPlan,
+    NoKernel,
+    Scalars,
+    overlapping,
+)
 from jax_tilekern.plans.policy import plan_choice
 from jax_tilekern.plans.scans.look_back import CLEAR, clear_launch
 from jax_tilekern.plans.selection.sorted_rows import (
@@ -22,7 +30,6 @@ from jax_tilekern.plans.selection.sorted_rows import (
 from jax_tilekern.plans.selection.tile import Tile
 
 _FILE = "selection/radix_sort.cuh"
-_MAX_SIZE = 2**31 - 1
 _TILES = (
     Tile(256, 4), Tile(256, 8), Tile(256, 12), Tile(384, 12), Tile(256, 16), Tile(512, 16),
     Tile(512, 20),
@@ -190,9 +197,9 @@ def radix_sort_candidate(problem: SortedRows, gpu: Gpu) -> RadixSort | NoKernel:
     tiles = [x for x in _TILES if x.items <= most]
     candidates = [RadixSort(problem, tile, _cycles(problem, tile, gpu)) for tile in tiles]
     found = min(candidates, key=lambda candidate: candidate.cycles)
-    if problem.columns > _MAX_SIZE or problem.rows * found.tiles > _MAX_SIZE:
+    if problem.columns > MAX_INT32 or problem.rows * found.tiles > MAX_INT32:
         return NoKernel(
-            f"{problem.rows} rows of {problem.columns} (at most {_MAX_SIZE} columns and CTAs)"
+            f"{problem.rows} rows of {problem.columns} (at most {MAX_INT32} columns and CTAs)"
         )
     return found
 

@@ -11,11 +11,10 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.selection.tile import ORDERED_DTYPES
 
 _THREADS, _SEARCHES = 256, 4
-_MAX_COUNT = 2**31 - 1
 _INDEX_BYTES = 4
 
 
@@ -34,8 +33,8 @@ def plan_searchsorted(problem: Searches, gpu: Gpu) -> LaunchPlan | NoKernel:
     if dtype not in ORDERED_DTYPES:
         return NoKernel(f"no kernel orders {dtype}")
     ctas = math.ceil(queries / (_THREADS * _SEARCHES))
-    if max(count, ctas) > _MAX_COUNT:
-        return NoKernel(f"{queries} searches in {count} elements (at most {_MAX_COUNT})")
+    if max(count, ctas) > MAX_INT32:
+        return NoKernel(f"{queries} searches in {count} elements (at most {MAX_INT32})")
     types = f"{CXX_TYPES[dtype]}, {str(problem.right).lower()}"
     kernel = Kernel("selection/searchsorted.cuh", f"tilekern::searchsorted<{types}>")
     sizes = Scalars.pack("I", count), Scalars.pack("I", count.bit_length())

@@ -9,7 +9,7 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy import plan_choice
 from jax_tilekern.plans.selection.radix_sort import plan_radix_sort
 from jax_tilekern.plans.selection.sorted_rows import (
@@ -24,7 +24,6 @@ _TILES = (
     Tile(64, 4), Tile(128, 4), Tile(128, 8), Tile(128, 16), Tile(256, 16), Tile(512, 16),
     Tile(512, 32),
 )  # fmt: skip
-_MAX_ROWS = 2**31 - 1
 # Bytes of a thread's elements, beside which registers hold their columns and ranks.
 _MAX_THREAD_BYTES = 128
 # Bytes of a warp's counts of a digit, and of a column in shared memory.
@@ -121,8 +120,8 @@ def plan_sort_rows(problem: SortedRows, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan a sort of rows of any length."""
     if problem.dtype not in ORDERED_DTYPES:
         return NoKernel(f"no kernel orders {problem.dtype}")
-    if problem.rows > _MAX_ROWS:
-        return NoKernel(f"{problem.rows} rows (at most {_MAX_ROWS})")
+    if problem.rows > MAX_INT32:
+        return NoKernel(f"{problem.rows} rows (at most {MAX_INT32})")
     found = sort_rows_candidate(problem, gpu)
     if found is None:
         return plan_radix_sort(problem, gpu)

@@ -7,13 +7,12 @@ import math
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.selection.tile import ORDERED_DTYPES, Tile
 from jax_tilekern.plans.selection.top_k_problem import MAX_K, TopK
 from jax_tilekern.plans.selection.top_k_segments import plan_segments, takes_segments
 from jax_tilekern.plans.selection.top_k_tiles import levels_of, plan_tiles
 
-_MAX_SIZE = 2**31 - 1
 _COLUMN_BYTES = 4
 _WARP_THREADS = 128
 # Elements of a lane, by their bytes, that registers hold with their order.
@@ -27,8 +26,8 @@ def plan_top_k(problem: TopK, gpu: Gpu) -> LaunchPlan | NoKernel:
     if k > MAX_K:
         return NoKernel(f"{k} elements of rows of {columns} (at most {MAX_K})")
     levels = levels_of(problem, gpu)
-    if columns > _MAX_SIZE or rows * levels[0].tiles > _MAX_SIZE:
-        return NoKernel(f"{rows} rows of {columns} (at most {_MAX_SIZE} columns and CTAs)")
+    if columns > MAX_INT32 or rows * levels[0].tiles > MAX_INT32:
+        return NoKernel(f"{rows} rows of {columns} (at most {MAX_INT32} columns and CTAs)")
     if _takes_warps(problem, levels[-1].tile):
         return _plan_warps(problem, gpu)
     return (plan_segments if takes_segments(problem, levels) else plan_tiles)(problem, gpu)

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy import current_policy, plan_choice
 from jax_tilekern.plans.policy.workload import transpose_workload
 from jax_tilekern.plans.transpose.permutation import Permutation
 
 _THREADS = 256
 _MAX_OUTER_DIMS = 6
-_MAX_CTAS = 2**31 - 1
 # The granularity of memory accesses.
 _SECTOR_BYTES = 32
 # A matrix fills more than this share of its tiles.
@@ -131,6 +130,6 @@ def transpose_candidate(permutation: Permutation) -> TransposeCandidate | NoKern
     filled = rows * columns / (math.prod(found.tiles) * math.prod(found.tile))
     if filled <= _MIN_FILLED:
         return NoKernel(f"matrices of {rows}x{columns} items fill {filled:.0%} of their tiles")
-    if found.ctas > _MAX_CTAS:
+    if found.ctas > MAX_INT32:
         return NoKernel(f"{permutation.size_bytes} bytes take more blocks than a launch has")
     return found

@@ -6,22 +6,17 @@ An instance is made of a tile, the types and the layouts of the operands.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel
-from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
+from jax_tilekern.plans.cxx import CXX_TYPES, Dtype, cxx_config
 from jax_tilekern.plans.gemm.arithmetic import TYPES, ElementTypes
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES
 from jax_tilekern.plans.gpu import RESERVED_SHARED_BYTES, SM_REGISTERS, VECTOR_BYTES, Gpu
 from jax_tilekern.plans.launch import Scalars
-
-# The widest copy, in bytes.
 
 
 @dataclass(frozen=True)
@@ -44,24 +39,27 @@ class OperandLayout:
 def lhs_operand(geometry: MatmulGeometry, itemsize: int) -> OperandLayout:
     """Return the layout of ``lhs``."""
     *batch, m, k = geometry.lhs_strides
-    # With k of size 1 either order is right, and rows along m allow wider loads.
-    k_major = m != 1 or (k == 1 and geometry.k > 1)
-    outer = (geometry.m, m) if k_major else (geometry.k, k)
-    strides = (outer, *zip(geometry.batch, batch, strict=True))
-    return OperandLayout(
-        k_major, _load_bytes(geometry.k if k_major else geometry.m, strides, itemsize)
+    return _operand(
+        (geometry.m, m), (geometry.k, k), zip(geometry.batch, batch, strict=True), itemsize
     )
 
 
 def rhs_operand(geometry: MatmulGeometry, itemsize: int) -> OperandLayout:
     """Return the layout of ``rhs``."""
     *batch, k, n = geometry.rhs_strides
-    k_major = n != 1 or (k == 1 and geometry.k > 1)
-    outer = (geometry.n, n) if k_major else (geometry.k, k)
-    strides = (outer, *zip(geometry.batch, batch, strict=True))
-    return OperandLayout(
-        k_major, _load_bytes(geometry.k if k_major else geometry.n, strides, itemsize)
+    return _operand(
+        (geometry.n, n), (geometry.k, k), zip(geometry.batch, batch, strict=True), itemsize
     )
+
+
+def _operand(
+    rows: tuple[int, int], along_k: tuple[int, int], batch: Iterable[tuple[int, int]], itemsize: int
+) -> OperandLayout:
+    """Return the layout of an operand, given the size and the stride of each dimension."""
+    # With k of size 1 either order is right, and rows along the other dimension allow wider loads.
+    k_major = rows[1] != 1 or (along_k[1] == 1 and along_k[0] > 1)
+    outer, (length, _) = (rows, along_k) if k_major else (along_k, rows)
+    return OperandLayout(k_major, _load_bytes(length, (outer, *batch), itemsize))
 
 
 def _load_bytes(length: int, strides: tuple[tuple[int, int], ...], itemsize: int) -> int:
@@ -78,7 +76,6 @@ def has_vector_rows(geometry: MatmulGeometry, itemsize: int) -> bool:
     return _load_bytes(geometry.n, strides, itemsize) == VECTOR_BYTES
 
 
-_Dtype = np.dtype[Any]
 # The kernels need two stages, which are enough only for a single k-tile. A CTA that has the SM for
 # itself gains nothing beyond three and loses L2 hits. Small CTAs, which are bound by memory, gain
 # up to six (docs/tuning-log.md).
@@ -293,7 +290,7 @@ def _instance(
     occupancy: tuple[int, int],
     lhs: OperandLayout,
     rhs: OperandLayout,
-    dtypes: tuple[_Dtype, _Dtype, _Dtype],
+    dtypes: tuple[Dtype, Dtype, Dtype],
     treatment: tuple[bool, bool],
 ) -> MatmulInstance:
     blocks, stages = occupancy

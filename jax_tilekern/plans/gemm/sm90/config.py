@@ -7,18 +7,16 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel
-from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
+from jax_tilekern.plans.cxx import CXX_TYPES, Dtype, cxx_config
 from jax_tilekern.plans.gemm.arithmetic import TYPES, ElementTypes
 from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import TMA_STRIDE_BYTES
-
-_Dtype = np.dtype[Any]
 
 _F32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
 # Two epilogue subtiles of a consumer.
@@ -331,7 +329,7 @@ def instance_for(
 @functools.lru_cache(maxsize=4096)
 def _instance(
     tile: WgmmaTile,
-    dtypes: tuple[_Dtype, _Dtype, _Dtype],
+    dtypes: tuple[Dtype, Dtype, Dtype],
     majors: tuple[bool, bool, bool],
     tma_store: bool,
     promote: bool,
