@@ -10,6 +10,7 @@ import dataclasses
 import emulated_plans
 import jax
 import numpy as np
+import pytest
 from jax.interpreters import mlir
 from products import H100
 
@@ -21,6 +22,18 @@ from jax_tilekern.primitives import operation
 
 # Few CTAs have several tiles each.
 SMALL_H100 = dataclasses.replace(H100, sm_count=4)
+# Orders in which asynchronous operations take place.
+HOWS = [{}, {"late": ["reads"], "backwards": True}, {"late": ["writes"], "held": 4}]
+# How kernels are emulated: ``how`` of :func:`emulated_plans.run_plan`.
+in_each_mode = pytest.mark.parametrize(
+    "how",
+    [
+        {"late": ["reads"], "backwards": True},
+        {"late": ["writes"]},
+        {"options": emulated_plans.SANITIZED},
+    ],
+    ids=["late reads", "late writes", "sanitized"],
+)
 
 
 @contextlib.contextmanager

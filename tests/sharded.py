@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,6 +27,9 @@ MESH_TYPES = {
 def devices():
     found = jax.devices("cpu")
     return found if len(found) >= 8 else None
+
+
+needs_devices = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 
 
 def mesh_of(types):

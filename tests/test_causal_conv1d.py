@@ -1,6 +1,5 @@
 """``causal_conv1d``: what its description does not draw, and its kernels on emulated threads."""
 
-import emulated_plans
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from nvrtc_mark import needs_emulator
 from products import BF16, F16, F32, H100
 from sharded import EXPLICIT, devices, mesh_of, put
+from test_emulated_kernels import run
 
 import jax_tilekern as jtk
 from benchmarks.catalog.convolution import causal_conv1d as draw_call
@@ -60,13 +60,6 @@ def test_derivatives_of_mapped_calls_have_one_gradient_each():
 
 
 # Kernels.
-
-
-def run(plan_of, operands, results, **how):
-    with emulated_plans.record() as recorded:
-        plan = plan_of()
-    assert not isinstance(plan, NoKernel), plan
-    return emulated_plans.run_plan(plan, recorded, operands, results, **how)
 
 
 # Batch, length and channels: chunks of several threads, short sequences, vectors of 4, 2 and 1.

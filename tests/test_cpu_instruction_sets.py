@@ -32,16 +32,9 @@ from benchmarks.catalog.draw import Draw
 from jax_tilekern import _core
 from jax_tilekern.plans import cpu
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 LEVELS = _core.cpu_instruction_sets()
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    """Run on the CPU wherever the suite runs, and leave the instruction set as it was."""
-    before = _core.cpu_instruction_set()
-    with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True):
-        yield
-    _core.set_cpu_instruction_set(before)
 
 
 def check_each_level(check, function, *operands):

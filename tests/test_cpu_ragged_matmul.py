@@ -9,6 +9,8 @@ from numerics import BF16, F8E4, F8E5, assert_product, exact, poison, random
 from jax_tilekern import _core
 from jax_tilekern.interop import ffi
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 TYPES = [
     (np.float32, np.float32, np.float32),
     (np.float64, np.float64, np.float64),
@@ -21,15 +23,6 @@ TYPES = [
 ]
 # Rows of each group: none, those of the vector kernels, of part of a tile, of tiles and of blocks.
 ROWS = [0, 1, 4, 5, 8, 0, 9, 70, 33, 2]
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    """Run on the CPU wherever the suite runs, and leave the instruction set as it was."""
-    before = _core.cpu_instruction_set()
-    with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True):
-        yield
-    _core.set_cpu_instruction_set(before)
 
 
 def strides_of(x, order):

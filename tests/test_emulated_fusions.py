@@ -13,7 +13,7 @@ import jax_tilekern as jtk
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.products.contraction import contract
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.usefixtures("highest_precision")]
 
 
 def programs(seed):
@@ -92,12 +92,6 @@ def assert_fused_are_jaxs(seeds, lock):
             scale = 1 + float(jnp.abs(y).max())
             # A function may jump where its argument is rounded differently.
             assert np.isclose(x, y, 2e-3, 2e-3 * scale).mean() > 0.9, seed
-
-
-@pytest.fixture(autouse=True)
-def plain_float32():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def test_random_functions(tmp_path):

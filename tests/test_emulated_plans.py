@@ -1,4 +1,4 @@
-"""Launch plans with emulated threads and instructions: the values of kernels without a GPU.
+"""Launch plans with emulated threads and instructions: the values of kernels without a SMALL_H100.
 
 Asynchronous operations take place when they are issued, or when they are waited for, and threads
 get their turns forwards or backwards. The results are the same.
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_gpu import emulated_gpu
+from emulated_gpu import HOWS, SMALL_H100, emulated_gpu
 from nvrtc_mark import needs_emulator
-from products import BF16, F16, F32, H100, INT8, INT32, TYPES, Product, row_major
+from products import BF16, F16, F32, INT8, INT32, TYPES, Product, row_major
 
 import jax_tilekern as jtk
 from jax_tilekern.ops.mixture import moe
@@ -26,17 +26,12 @@ from jax_tilekern.plans.launch import NoKernel
 
 pytestmark = needs_emulator
 
-# Few CTAs have several tiles each.
-GPU = dataclasses.replace(H100, sm_count=4)
 # The largest error relative to the sum of the magnitudes of the products: that of the result's
 # type, or of accumulators of float32 or TF32.
 TOLERANCES = {
     "bf16": 2**-8, "f16": 2**-11, "tf32": 2**-10, "f32": 2**-20, "f64": 2**-48, "int8": 0,
     "fp8": 2**-20, "fp8_fast": 2**-8,
 }  # fmt: skip
-
-
-HOWS = [{}, {"late": ["reads"], "backwards": True}, {"late": ["writes"], "held": 4}]
 
 
 def values(generator, shape, dtype):
@@ -47,11 +42,11 @@ def values(generator, shape, dtype):
 
 def plan_of(product, key):
     """The plan of the candidate with a key, and what its kernels are compiled from."""
-    found = candidates(product, GPU)
+    found = candidates(product, SMALL_H100)
     assert not isinstance(found, NoKernel)
     candidate = next(candidate for candidate in found if candidate.key == key)
     with emulated_plans.record() as recorded:
-        return candidate.plan(GPU), recorded
+        return candidate.plan(SMALL_H100), recorded
 
 
 def run_product(kind, shape, key, majors, **how):
@@ -114,13 +109,13 @@ def test_products(kind, shape, key, majors):
 )
 @pytest.mark.one_in(6)
 def test_symmetric_products(kind, out_type, rows, batch, key):
-    check_symmetric_product(kind, out_type, rows, batch, key, GPU)
+    check_symmetric_product(kind, out_type, rows, batch, key, SMALL_H100)
 
 
 @pytest.mark.parametrize("key", ["128x160", "128x128 ping-pong"])
 @pytest.mark.one_in(2)
 def test_symmetric_products_beside_collectives(key):
-    gpu = dataclasses.replace(GPU, beside_collectives=True)
+    gpu = dataclasses.replace(SMALL_H100, beside_collectives=True)
     check_symmetric_product("bf16", BF16, 520, (2,), key, gpu)
 
 
@@ -185,7 +180,7 @@ def test_a_slot_that_is_written_too_early_is_found(monkeypatch, how):
     as_cpp = emulated_plans.as_cpp
     monkeypatch.setattr(emulated_plans, "as_cpp", lambda text: as_cpp(text.replace(right, "")))
     monkeypatch.setattr(emulated_plans, "SALT", "slots")
-    gpu = dataclasses.replace(GPU, sm_count=2, beside_collectives=True)
+    gpu = dataclasses.replace(SMALL_H100, sm_count=2, beside_collectives=True)
     with pytest.raises((AssertionError, RuntimeError)):
         check_symmetric_product("bf16", BF16, 520, (2,), "128x128 ping-pong", gpu, 16, [how])
 

@@ -23,12 +23,14 @@ from sharded import (
     devices,
     integers,
     mesh_of,
+    needs_devices,
     put,
 )
 
 import jax_tilekern as jtk
 
-pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+# What is compared runs on a GPU where there is one.
+pytestmark = [needs_devices, pytest.mark.usefixtures("highest_precision")]
 
 
 def relu_of_bias(x, w, b):
@@ -182,13 +184,6 @@ def test_hessian_of_fuse_in_a_shard_map(rng, axis_names):
 
 
 # Functions of an operation's local arrays: a device of ``d`` has the rows, or matrices, of one.
-
-
-@pytest.fixture(autouse=True)
-def plain_float32():
-    """What is compared runs on a GPU where there is one."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @pytest.mark.parametrize("name", ["solve", "slogdet"])

@@ -15,6 +15,8 @@ from numerics import assert_close, on_gpu, random
 
 import jax_tilekern as jtk
 
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
 optax = pytest.importorskip("optax")
 
 _FILE = Path(__file__).parent.parent / "examples" / "frameworks.py"
@@ -31,12 +33,6 @@ WAYS = [
 # Each float32 product has an error of a few roundings of 6e-8, and over 50 steps of training the
 # parameters diverge by about their sum.
 DRIFT = 2e-5
-
-
-@pytest.fixture(autouse=True)
-def plain_float32():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @functools.cache

@@ -19,18 +19,14 @@ from numerics import BF16, assert_close, assert_equal, random
 
 import jax_tilekern as jtk
 
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
 PRODUCTS = ("dot_general", "tilekern_contract", FUSED)
 # What moves no data or belongs to the products' operands, and is no elementwise computation.
 _OTHERS = {
     *PRODUCTS, "broadcast_in_dim", "squeeze", "reshape", "transpose", "reduce_sum", "scan", "cond",
     "while", "remat2", "checkpoint", "jit", "pjit", "custom_vjp_call", "custom_jvp_call",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def plain_float32():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def names(function, *args):

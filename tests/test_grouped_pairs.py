@@ -1,13 +1,11 @@
 """Two grouped GEMMs of one lhs in one kernel, with a function of both."""
 
-import dataclasses
-
 import emulated_plans
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_gpu import emulated_gpu
+from emulated_gpu import HOWS, SMALL_H100, emulated_gpu
 from nvrtc_mark import needs_emulator, needs_nvrtc
 from products import BF16, F16, F32, H100, ragged_product_of
 
@@ -18,15 +16,12 @@ from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 
-# Few CTAs have several tiles each.
-GPU = dataclasses.replace(H100, sm_count=4)
 BOUNDS = {
     "some": [0, 40, 40, 181, 300],
     "all of one": [0, 0, 0, 300, 300],
     "gaps": [7, 90, 90, 91, 222],
     "none": [150] * 5,
 }
-HOWS = [{}, {"late": ["reads"], "backwards": True}, {"late": ["writes"], "held": 4}]
 ROWS, N, K, GROUPS = 300, 328, 200, 4
 
 
@@ -55,10 +50,10 @@ PAIR_KEYS = (
 
 
 def emulated(product, key, arrays, **how):
-    found = grouped_wgmma_candidates(product, GPU)
+    found = grouped_wgmma_candidates(product, SMALL_H100)
     candidate = next(x for x in found if x.key == f"ragged wgmma {key} swapped")
     with emulated_plans.record() as recorded:
-        plan = candidate.plan(GPU)
+        plan = candidate.plan(SMALL_H100)
     (out,) = emulated_plans.run_plan(plan, recorded, arrays, [((ROWS, N), arrays[0].dtype)], **how)
     return out
 

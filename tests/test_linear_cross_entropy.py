@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from numerics import BF16, UNIT_ROUNDOFF, exact, on_gpu, random
-from sharded import MESH_TYPES, bytes_sent, collectives, devices, mesh_of, put
+from sharded import MESH_TYPES, bytes_sent, collectives, devices, mesh_of, needs_devices, put
 
 import jax_tilekern as jtk
 from benchmarks.catalog.oracles import ORACLES
@@ -258,7 +258,6 @@ SHARDINGS = {
     "both": (P("d"), P(None, "m")),
     "features of w": (P("d"), P("d", "m")),
 }
-needs_devices = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 SIZE = 16384
 
 

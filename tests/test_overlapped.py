@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from nvrtc_mark import needs_emulator, needs_nvrtc
-from sharded import bytes_sent, collectives, devices
+from sharded import bytes_sent, collectives, devices, needs_devices
 
 import jax_tilekern as jtk
 from benchmarks import sharded as sharded_programs
@@ -31,7 +31,7 @@ from jax_tilekern.plans import overlap
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.launch import Buffer
 
-pytestmark = pytest.mark.skipif(devices() is None, reason="8 devices")
+pytestmark = needs_devices
 
 M, K, N, B = 8, 12, 16, 3
 ROWS, COLUMNS = (

@@ -22,15 +22,10 @@ import jax_tilekern as jtk
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.segments import row_updates
 
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
 f32 = np.float32
 four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="takes four devices")
-
-
-@pytest.fixture(autouse=True)
-def without_tf32():
-    """On a GPU both sides would round operands to TF32, which bounds of float32 do not allow."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 # A function of JAX's, and the operands that it takes.

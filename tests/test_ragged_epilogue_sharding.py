@@ -9,21 +9,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close
-from ragged_layer import (
-    GROUPS,
-    SIZES,
-    N,
-    drawn,
-    function,
-    fused,
-    loss,
-    unfused,
-)
-from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of, put
+from ragged_layer import GROUPS, SIZES, N, drawn, function, fused, loss, unfused
+from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of, needs_devices, put
 
 import jax_tilekern as jtk
 
-pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+pytestmark = needs_devices
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_gpu import emulated_gpu
+from emulated_gpu import emulated_gpu, in_each_mode
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import F8E5
@@ -167,15 +167,9 @@ def test_devices_have_whole_blocks(rng, columns, contracted):
 
 # -- The kernels, emulated -------------------------------------------------------------------------
 
-HOW = [
-    {"late": ["reads"], "backwards": True},
-    {"late": ["writes"]},
-    {"options": emulated_plans.SANITIZED},
-]
-
 
 @needs_emulator
-@pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
+@in_each_mode
 @pytest.mark.parametrize(
     ("shape", "dtype", "batch"),
     [((140, 264, 72), BF16, ()), ((70, 129, 64), F16, ()), ((72, 256, 32), F32, (2,))],

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import BF16, UNIT_ROUNDOFF, assert_close, exact, random
 from nvrtc_mark import needs_nvrtc
-from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of
+from sharded import AUTO, EXPLICIT, bytes_sent, collectives, mesh_of, needs_devices
 
 import jax_tilekern as jtk
 
@@ -60,7 +60,6 @@ SCHEMES = {
     "contracted and columns": (P(None, "d"), P("d", "m"), P("m")),
     "contracted and rows": (P("d", "m"), P("m"), P()),
 }
-needs_devices = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 
 
 def every_kind(x, w, bias, elements=True):

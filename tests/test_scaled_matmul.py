@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_gpu import SMALL_H100, emulated_gpu
+from emulated_gpu import SMALL_H100, emulated_gpu, in_each_mode
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
@@ -212,15 +212,10 @@ KERNELS = [
     (1, 128, BF16, 40, 72, 2064, "64x128 by 1", 2),
     (1, 1, BF16, 40, 70, 2064, "64x128 by 1", 2),
 ]
-HOW = [
-    {"late": ["reads"], "backwards": True},
-    {"late": ["writes"]},
-    {"options": emulated_plans.SANITIZED},
-]
 
 
 @needs_emulator
-@pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
+@in_each_mode
 @pytest.mark.parametrize(("of_lhs", "of_rhs", "out", "m", "n", "k", "tile", "splits"), KERNELS)
 @pytest.mark.one_in(35)
 def test_emulated_kernels(rng, of_lhs, of_rhs, out, m, n, k, tile, splits, how):
@@ -427,7 +422,7 @@ def test_operands_are_checked(rng):
 
 
 @needs_emulator
-@pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
+@in_each_mode
 @pytest.mark.parametrize("of_rhs", [None, (136, 4)], ids=["128x128", "1x128"])
 @pytest.mark.one_in(6)
 def test_one_kernel_computes_both(rng, of_rhs, how):

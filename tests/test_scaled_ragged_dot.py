@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_gpu import SMALL_H100, emulated_gpu
+from emulated_gpu import SMALL_H100, emulated_gpu, in_each_mode
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import F8E4, F8E5
@@ -209,15 +209,10 @@ KERNELS = [
 ]
 # Rows of groups are columns of a tile where they have one scale.
 BY_ROW = [(*x, by_row) for x in KERNELS for by_row in (False, "swapped" not in x[-1])]
-HOW = [
-    {"late": ["reads"], "backwards": True},
-    {"late": ["writes"]},
-    {"options": emulated_plans.SANITIZED},
-]
 
 
 @needs_emulator
-@pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
+@in_each_mode
 @pytest.mark.parametrize(("out", "sizes", "m", "n", "k", "tile", "by_row"), dict.fromkeys(BY_ROW))
 @pytest.mark.one_in(45)
 def test_emulated_kernels(rng, out, sizes, m, n, k, tile, by_row, how):

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import AUTO, devices, mesh_of
+from sharded import AUTO, mesh_of, needs_devices
 
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes import bytes_sent
 from jax_tilekern.ops.products import contraction_lowering
 from jax_tilekern.primitives.operation import Fallback
 
-pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+pytestmark = needs_devices
 
 TOKENS, WIDTH, HIDDEN = 96, 48, 160
 SCHEMES = {  # x, up, down

@@ -28,10 +28,10 @@ from sharded import (
     collectives,
     compiled_pair,
     custom_calls,
-    devices,
     explicit_part,
     integers,
     mesh_of,
+    needs_devices,
     put,
     transformed,
 )
@@ -39,7 +39,7 @@ from sharded import (
 import jax_tilekern as jtk
 from jax_tilekern.interop import ffi
 
-pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+pytestmark = needs_devices
 
 
 def layers(module, types, hidden, result):

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import AUTO, collectives, devices
+from sharded import AUTO, collectives, devices, needs_devices
 
 import jax_tilekern as jtk
 from jax_tilekern.partitioning import call
 from jax_tilekern.partitioning.sharing import Sharing
 from jax_tilekern.plans import overlap
 
-pytestmark = pytest.mark.skipif(devices() is None, reason="8 devices")
+pytestmark = needs_devices
 
 ROWS, WIDTH, HIDDEN = 32, 16, 48
 SHAPES = ((ROWS, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (ROWS, WIDTH))
