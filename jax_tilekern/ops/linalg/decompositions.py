@@ -205,10 +205,6 @@ _svd = define_matrix(
 )
 
 
-def _like_eigh(a: Array, *, vectors: bool, **_: bool) -> tuple[Array, ...]:
-    return (a.sum(-1), a) if vectors else (a.sum(-1),)
-
-
 def _eigh_reference(a: Array, *, vectors: bool, lower: bool, symmetrize: bool) -> tuple[Array, ...]:
     v, w = lax.linalg.eigh(a, lower=lower, symmetrize_input=symmetrize)
     return (w, v) if vectors else (w,)
@@ -216,7 +212,7 @@ def _eigh_reference(a: Array, *, vectors: bool, lower: bool, symmetrize: bool) -
 
 _eigh = define_matrix(
     "eigh",
-    like_results=_like_eigh,
+    like_results=lambda a, vectors, **_: (a.sum(-1), a)[: 1 + vectors],
     reference=_eigh_reference,
     jvp=_eigh_jvp,
     cpu=functools.partial(decomposition_on_cpu, ffi.CPU_MATRIX_EIGH),

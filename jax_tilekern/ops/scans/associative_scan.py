@@ -145,10 +145,6 @@ def _reference(
     return results
 
 
-def _like_results(*operands: Array, **_: Any) -> list[Array]:
-    return list(operands)
-
-
 def _jvp(
     primals: Sequence[Any],
     tangents: Sequence[Any],
@@ -194,7 +190,7 @@ _bind = define_along_axis(
     "tilekern_associative_scan",
     _reference,
     axis="axis",
-    like_results=_like_results,
+    like_results=lambda *operands, **_: list(operands),
     jvp=_jvp,
     cuda=_cuda,
     describe=lambda function, axis, **_: f"scan by {function.name} along axis {axis}",

@@ -247,10 +247,6 @@ def _partial_derivatives(kind: Kind, before: Array, x: Array, y: Array) -> tuple
     return a, 1 - a
 
 
-def _is_sum(*, kind: Kind, **_: Any) -> bool:
-    return kind == "sum"
-
-
 def _cotangent(cotangent: Array, _: Any, *, kind: Kind, axis: int, reverse: bool) -> Array:
     result: Array = _bind(cotangent, kind=kind, axis=axis, reverse=not reverse)
     return result
@@ -293,7 +289,7 @@ _bind = define_along_axis(
     refusal=_refusal,
     several_results=False,
     jvp=_jvp,
-    is_linear=_is_sum,
+    is_linear=lambda kind, **_: kind == "sum",
     transposes={0: _cotangent},
     cuda=_cuda,
     describe=lambda kind, axis, **_: f"cum{kind} along axis {axis}",

@@ -161,10 +161,6 @@ def _reference(
     return result
 
 
-def _like_results(a: Array, b: Array, *_: Array, **__: Any) -> Array:
-    return lax.add(a, b)
-
-
 def _jvp(
     primals: Sequence[Any],
     tangents: Sequence[Any],
@@ -263,19 +259,17 @@ def _cuda(
     )
 
 
-def _described(*, axis: int, reverse: bool, **_: Any) -> str:
-    return f"linear_recurrence along axis {axis}{', reversed' if reverse else ''}"
-
-
 recurrence = define_along_axis(
     "tilekern_linear_recurrence",
     _reference,
     several_results=False,
-    like_results=_like_results,
+    like_results=lambda a, b, *_, **__: lax.add(a, b),
     jvp=_jvp,
     transposes=_transposes,
     batch=_batch,
     sharding_rule=_sharding_rule,
     cuda=_cuda,
-    describe=_described,
+    describe=lambda axis, reverse, **_: (
+        f"linear_recurrence along axis {axis}{', reversed' if reverse else ''}"
+    ),
 )

@@ -136,10 +136,6 @@ def lexsort(keys: Array | Sequence[ArrayLike], axis: int = -1) -> Array:
     return result
 
 
-def _reference(*operands: Array, **params: Any) -> Sequence[Array]:
-    return lax.sort(operands, **params)
-
-
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, dimension: int, **params: Any
 ) -> tuple[Any, Any]:
@@ -214,7 +210,7 @@ def _gathered(x: Array, order: Any) -> Array:
 
 _bind = define_along_axis(
     "tilekern_sort_operands",
-    _reference,
+    lambda *operands, **params: lax.sort(operands, **params),
     axis="dimension",
     jvp=_jvp,
     cuda=_cuda,
@@ -222,8 +218,4 @@ _bind = define_along_axis(
 )
 
 
-def _in_place_of_jax(*operands: Array, **params: Any) -> Any:
-    return sort_operands(operands, **params)
-
-
-replace(lax.sort_p, _in_place_of_jax)
+replace(lax.sort_p, lambda *operands, **params: sort_operands(operands, **params))

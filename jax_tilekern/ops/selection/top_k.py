@@ -79,10 +79,6 @@ def top_k(operand: ArrayLike, k: int, *, axis: int = -1, is_stable: bool = True)
     return found
 
 
-def _reference(x: Array, *, k: int) -> list[Array]:
-    return list(lax.top_k(x, k))
-
-
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, k: int) -> tuple[Any, Any]:
     _, indices = results = _bind(*primals, k=k)
     moved = jnp.take_along_axis(tangents[0], indices, -1, mode="promise_in_bounds")
@@ -102,7 +98,7 @@ def _cuda(operands: Sequence[Operand], _: Any, *, k: int) -> PlannedKernel | Fal
 
 _bind = define_along_axis(
     "tilekern_top_k",
-    _reference,
+    lambda x, k: list(lax.top_k(x, k)),
     results=lambda **_: 2,
     refusal=_refusal,
     jvp=_jvp,
