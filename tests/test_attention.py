@@ -369,12 +369,15 @@ def test_factors_of_scores(name):
     np.testing.assert_allclose([found.inner, found.outer], [inner, outer], 1e-6)
     assert found.is_up_to_one == is_up_to_one
     indices = [np.int32(i) for i in (0, 1, 7, 2)]
-    of_product = compat.jaxpr_as_fun(found.with_slope())
-    for s in (np.float32(-1.5), np.float32(0.75)):
-        value, slope = of_product(np.float32(s * found.inner), *indices)
-        expected = jax.jvp(lambda s: function(s, *indices), [s], [np.float32(1)])
-        assert_close(value * found.outer, expected[0], 1e-6)
-        assert_close(slope * found.outer * found.inner, expected[1], 2e-6)
+    inside = found.with_outer_inside()
+    assert inside.outer == 1
+    for form in (found, inside):
+        of_product = compat.jaxpr_as_fun(form.with_slope())
+        for s in (np.float32(-1.5), np.float32(0.75)):
+            value, slope = of_product(np.float32(s * form.inner), *indices)
+            expected = jax.jvp(lambda s: function(s, *indices), [s], [np.float32(1)])
+            assert_close(value * form.outer, expected[0], 1e-6)
+            assert_close(slope * form.outer * form.inner, expected[1], 2e-6)
 
 
 def test_jaxprs_of_scalars():

@@ -151,20 +151,24 @@ class _Pass:
     @property
     def structs(self) -> list[jax.ShapeDtypeStruct]:
         """Types of the operands; a gradient's are those of its primitive but for ``d_lse``."""
-        query, key, value, *arrays = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.operands)
+        operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.operands]
         if self.name == "forward":
-            return [query, key, value, *arrays]
-        batch, queries, heads, _ = query.shape
-        lse = jax.ShapeDtypeStruct((batch, heads, queries), np.float32)
-        return [query, key, value, query, lse, query, *arrays]
+            return operands
+        results = jax.eval_shape(self._bound("forward"), *operands)
+        return [*operands[:3], *results, operands[0], *operands[3:]]
+
+    @property
+    def _d_lse(self) -> int:
+        """The position of ``d_lse`` among the operands of a gradient, behind which are arrays."""
+        return len(self.structs) - (len(self.operands) - 3)
 
     def values(self, seed: int) -> Sequence[Any]:
         """Return normal numbers, and for a gradient the results of the value."""
         operands = random_arrays(self.operands, seed)
         if self.name == "forward":
             return operands
-        out, lse = jax.jit(self._bound("forward"))(*operands)
-        return [*operands[:3], out, lse, operands[0], *operands[3:]]
+        results = jax.jit(self._bound("forward"))(*operands)
+        return [*operands[:3], *results, operands[0], *operands[3:]]
 
     def of_namespace(self, _: Any) -> Callable[..., Any]:
         """Return the pass, as the policy in force computes it."""
@@ -187,7 +191,7 @@ class _Pass:
         """What computes the pass beside XLA; nothing without a GPU."""
         types = self.structs
         if self.name == "backward":
-            types.insert(6, types[4])
+            types.insert(self._d_lse, types[4])
         try:
             call = Call(self.name, tuple(types), **self._params(self.name))
             return ways_by_key(call, has_lse=False)[0]
@@ -215,7 +219,8 @@ class _Pass:
             return function
 
         def gradient(*given: Any) -> Any:
-            return function(*given[:6], jnp.zeros_like(given[4]), *given[6:])
+            first, others = given[: self._d_lse], given[self._d_lse :]
+            return function(*first, jnp.zeros_like(given[4]), *others)
 
         return gradient
 

@@ -19,6 +19,7 @@ from jax_tilekern.ops.attention import primitives
 from jax_tilekern.ops.attention.blocks import score_type
 from jax_tilekern.ops.attention.choice import has_kernels
 from jax_tilekern.ops.attention.index_functions import traced
+from jax_tilekern.ops.attention.residual import logsumexp
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.ops.jitted import MOST_FUNCTIONS, jitted
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
@@ -271,8 +272,9 @@ def _attention(
                 x = jnp.clip(x, 0, _MOST)
             x = x.astype(np.int32)
         own.append(x)
-    out, lse = primitives.attention(*map(four_dims, (query, key, value)), *own, scores=scores)
-    lse = jnp.transpose(lse, (0, 2, 1))
+    operands = map(four_dims, (query, key, value))
+    out, *logarithm = primitives.attention(*operands, *own, scores=scores)
+    lse = jnp.transpose(logsumexp(*logarithm), (0, 2, 1))
     return (out, lse) if query.ndim == 4 else (out[0], lse[0])
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from jax_tilekern.interop.originals import jnp
+from jax_tilekern.ops.attention import residual
 from jax_tilekern.ops.attention.block_loop import (
     OF_KEYS,
     OF_QUERIES,
@@ -34,32 +35,33 @@ def score_type(x: Any) -> np.dtype[Any]:
 
 
 def forward(query: Array, key: Array, value: Array, *arrays: Array, scores: Scores) -> list[Array]:
-    """Return the result, and the log of the sum of exponentials ``(batch, heads, queries)``."""
+    """Return the result, and the log of the sum of exponentials as in ``residual.py``."""
+    count = residual.count(scores)
 
     def block(place: Block, rows: Parts, keys: Parts, own: Sequence[Array]) -> list[Array]:
         q = rows["q"]
         score = _score_of(scores, place, own)(_products(scores, q, keys["k"]))
         exponentials, total, shift = _exponentials(score, _visible(scores, place, own))
         some = jnp.where(total == 0, 1, total)
-        lse = jnp.where(total == 0, -jnp.inf, shift + jnp.log(some))
+        log_sum = jnp.where(total == 0, -jnp.inf, jnp.log(some))
+        logarithm = [log_sum, shift] if count == 2 else [shift + log_sum]
         out = _times_keys(scores, exponentials, keys["v"], q) / some.reshape(*q.shape[:4], 1)
-        return [out.astype(query.dtype), lse.reshape(q.shape[:4])]
+        return [out.astype(query.dtype), *(x.reshape(q.shape[:4]) for x in logarithm)]
 
     rows, keys = {"q": _by_group(query, key)}, {"k": _by_head(key), "v": _by_head(value)}
-    out, lse = over_blocks(scores, block, rows, keys, arrays, [OF_QUERIES] * 2)
-    return [_by_query(out), _of_heads(lse)]
+    out, *logarithm = over_blocks(scores, block, rows, keys, arrays, [OF_QUERIES] * (1 + count))
+    return [_by_query(out), *map(_of_heads, logarithm)]
 
 
 def tangent(
-    query: Array, key: Array, value: Array, out: Array, lse: Array, *others: Array,
-    scores: Scores, wanted: Sequence[int],
-) -> list[Array]:  # fmt: skip
-    """Return the tangents of the results.
+    query: Array, key: Array, value: Array, *others: Array, scores: Scores, wanted: Sequence[int]
+) -> list[Array]:
+    """Return the tangents of the output and of the logarithm.
 
     ``wanted`` are the operands that have tangents, of query, key, value and the arrays. The
-    tangents come before the arrays.
+    tangents come before the arrays, and the results, which are not read, before both.
     """
-    del out, lse
+    others = others[1 + residual.count(scores) :]
     dots = dict(zip(wanted, others, strict=False))
     arrays = others[len(wanted) :]
     moving = [i - 3 for i in wanted if i >= 3]
@@ -97,11 +99,12 @@ def tangent(
 
 
 def backward(
-    query: Array, key: Array, value: Array, out: Array, lse: Array, d_out: Array, d_lse: Array,
-    *arrays: Array, scores: Scores, wanted: Sequence[int],
+    query: Array, key: Array, value: Array, out: Array, log_sum: Array, *others: Array,
+    scores: Scores, wanted: Sequence[int],
 ) -> list[Array]:  # fmt: skip
-    """Return the cotangents of the operands that are ``wanted`` from those of the results."""
+    """Return the cotangents of the operands ``wanted`` from those of the output and logarithm."""
     del out
+    d_out, d_lse, *arrays = others[residual.count(scores) - 1 :]
     wide = score_type(query)
     moving = [i - 3 for i in wanted if i >= 3]
 
@@ -114,7 +117,8 @@ def backward(
         p = _probabilities(score, visible)
         d_p = _product(scores, "md,kd->mk", d_out, v).reshape(s.shape)
         # A row without keys has no derivative, whatever the cotangent of its infinite logarithm is.
-        d_lse = jnp.where(rows["lse"] == -jnp.inf, 0, rows["d_lse"]).reshape(*s.shape[:3], 1)
+        is_empty = rows["log_sum"] == -jnp.inf
+        d_lse = jnp.where(is_empty, 0, rows["d_lse"]).reshape(*s.shape[:3], 1)
         # The sum is that of ``out * d_out``, without the rounding of ``out``.
         d_s, *d_arrays = pull(p * (d_p - jnp.sum(p * d_p, -1, keepdims=True) + d_lse))
         d_s = (d_s if visible is None else jnp.where(visible, d_s, 0)) * scores.scale
@@ -128,7 +132,7 @@ def backward(
 
     rows = {
         "q": _by_group(query, key),
-        "lse": _lse_by_group(lse, key),
+        "log_sum": _lse_by_group(log_sum, key),
         "d_out": _by_group(d_out, key),
         "d_lse": _lse_by_group(d_lse, key),
     }

@@ -15,6 +15,7 @@ from jax import Array
 
 from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.attention import residual
 from jax_tilekern.ops.attention.score_numbers import ScoreNumbers, Sizes, score_numbers
 from jax_tilekern.ops.attention.score_text import score_text
 from jax_tilekern.ops.attention.scores import Scores, visible_jaxpr
@@ -24,8 +25,12 @@ from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu, NoGpu, current_gpu
 
 # Positions of query, key and value, and of a bias, among the operands of ``attention``.
 OF_PRODUCTS, BIAS = (0, 1, 2), 3
-# The operands of each primitive before the arrays of scores and masks, but for tangents.
-_FIRST = {"forward": 3, "tangent": 5, "backward": 7, "bias gradient": 7}
+
+
+def operands_before_arrays(kind: str, scores: Scores) -> int:
+    """Return how many operands come before the arrays of scores and masks, but for tangents."""
+    results = 1 + residual.count(scores)
+    return {"forward": 3, "tangent": 3 + results}.get(kind, 5 + results)
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,34 @@ class Call:
     def arrays(self) -> tuple[Any, ...]:
         """What scores and masks read."""
         dots = len(self.wanted) if self.kind == "tangent" else 0
-        return self.operands[_FIRST[self.kind] + dots :]
+        return self.operands[self._first + dots :]
 
     def moving(self, wanted: tuple[int, ...]) -> Call:
         """Return the call with the tangents of some operands alone."""
-        dots = dict(zip(self.wanted, self.operands[5:], strict=False))
-        operands = (*self.operands[:5], *(dots[i] for i in wanted), *self.arrays)
+        first = self.operands[: self._first]
+        dots = dict(zip(self.wanted, self.tangents, strict=True))
+        operands = (*first, *(dots[i] for i in wanted), *self.arrays)
         return dataclasses.replace(self, operands=operands, wanted=wanted)
+
+    @property
+    def _first(self) -> int:
+        return operands_before_arrays(self.kind, self.scores)
+
+    @property
+    def tangents(self) -> tuple[Any, ...]:
+        """Those of the operands that are wanted, of a tangent."""
+        return self.operands[self._first : self._first + len(self.wanted)]
+
+    @property
+    def logarithm(self) -> tuple[Any, ...]:
+        """What a derivative has of the sums of exponentials (``residual.py``)."""
+        return self.operands[4 : 4 + residual.count(self.scores)]
+
+    @property
+    def cotangents(self) -> tuple[Any, Any]:
+        """Those of the output and of the logarithm, of a gradient."""
+        d_out, d_lse = self.operands[self._first - 2 : self._first]
+        return d_out, d_lse
 
     @property
     def lengths(self) -> Sizes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,8 @@ from jax import Array
 from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import compat, cudnn
 from jax_tilekern.ops.attention.call import BIAS, Call, gradients_of, problem_of, share_of
-from jax_tilekern.ops.attention.kernel_lowering import bias_gradient, by_kernels
+from jax_tilekern.ops.attention.kernel_lowering import by_kernels
+from jax_tilekern.ops.attention.residual import logsumexp, without_base
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.plans.attention.problem import Pass, refusal, tangent_refusal
 from jax_tilekern.plans.attention.ways import CUDNN, KERNELS, ways_of, workload_of
@@ -35,7 +35,10 @@ def planner_of(kind: str) -> Planner:
     """Return how GPUs compute the primitive of attention of this kind."""
 
     def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
-        has_lse = kind == "backward" and not compat.is_zeros(operands[6].value)
+        has_lse = False
+        if kind == "backward":
+            _, d_lse = Call(kind, tuple(x.value for x in operands), **params).cotangents
+            has_lse = not compat.is_zeros(d_lse)
         try:
             return _chosen(Call(kind, tuple(x.aval for x in operands), **params), has_lse)
         except NoGpu as error:
@@ -92,6 +95,9 @@ def ways_by_key(call: Call, *, has_lse: bool) -> tuple[dict[str, Rewrite], str]:
     def kernels(*operands: Array) -> Sequence[Array]:
         return by_kernels(dataclasses.replace(call, operands=operands))
 
+    if call.scores.has_score:
+        # cuDNN keeps the logarithm of a row as one number; see ``residual.py``.
+        ways.pop(CUDNN, None)
     ways[KERNELS] = Rewrite(f"tiles of scores{emptied}", kernels)
     return ways, ""
 
@@ -130,19 +136,19 @@ def _by_cudnn(call: Call) -> Rewrite | None:
         or not cudnn.covers(current_gpu().compute_capability, query, key, value, *call.arrays)
     ):
         return None
-    if call.kind == "forward":
-        return Rewrite("cuDNN's", functools.partial(cudnn.attention, options=options))
-    has_kernel = gradients_of(call).by_bias_kernel
+
+    def forward(*operands: Array) -> Sequence[Array]:
+        out, lse = cudnn.attention(*operands, options=options)
+        return [out, *without_base(call.scores, lse)]
 
     def gradient(*operands: Array) -> Sequence[Array]:
-        read = [*operands[:6], *operands[7:]]
-        of_bias = BIAS in call.wanted and not has_kernel
-        found = [*cudnn.attention_gradient(read, options, of_bias=of_bias)]
-        if has_kernel:
-            found.append(bias_gradient(dataclasses.replace(call, operands=operands)))
+        own = dataclasses.replace(call, operands=operands)
+        lse = logsumexp(*own.logarithm)
+        read = [*operands[:4], lse, own.cotangents[0], *own.arrays]
+        found = cudnn.attention_gradient(read, options, of_bias=BIAS in call.wanted)
         return [found[i] for i in call.wanted]
 
-    return Rewrite("cuDNN's" + has_kernel * ", and a kernel for the bias", gradient)
+    return Rewrite("cuDNN's", forward if call.kind == "forward" else gradient)
 
 
 def _cudnn_options(scores: Scores) -> cudnn.Options | None:

@@ -28,6 +28,7 @@ from jax_tilekern.ops.attention.call import (
     tile_kinds_of,
 )
 from jax_tilekern.ops.attention.differences import as_parts, sum_of_parts
+from jax_tilekern.ops.attention.residual import logsumexp, without_base
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.ops.attention.tile_map import tile_lists
 from jax_tilekern.ops.planned_kernel import define_kernel, planned_kernel
@@ -53,7 +54,8 @@ _LISTS = {
 def by_kernels(call: Call) -> Results:
     """Compute a call by kernels, and derivatives by arrays that none covers by blocks."""
     if call.kind == "forward":
-        return _bound(call)
+        out, *logarithm = _bound(call)
+        return [out, *(logarithm if len(logarithm) > 1 else without_base(call.scores, *logarithm))]
     return _gradients(call) if call.kind == "backward" else _tangents(call)
 
 
@@ -95,7 +97,7 @@ def _tangents(call: Call) -> Results:
 def _bound(call: Call) -> Results:
     """Bind the kernel's primitive, with statistics and lists of tiles."""
     problem = problem_of(call)
-    own = [] if call.kind == "forward" else [_statistics(call)]
+    own = [] if call.kind == "forward" else [_statistics(call, problem)]
     for kernel in _LISTS[call.kind] if problem.listed is not None else ():
         kinds = tile_kinds_of(call.scores, problem, problem.tiles(kernel), call.arrays)
         own += tile_lists(kinds.swapaxes(-1, -2) if kernel == "backward_keys" else kinds)
@@ -105,7 +107,7 @@ def _bound(call: Call) -> Results:
 def bias_gradient(call: Call) -> Array:
     """Bind the kernel's primitive, and add the parts of queries that the bias lacks."""
     problem, bias = _bias_problem(call)
-    own = [_statistics(call)]
+    own = [_statistics(call, problem)]
     if call.scores.has_mask:
         tiles = problem.tiles("bias_gradient")
         own.append(tile_kinds_of(call.scores, problem, tiles, call.arrays))
@@ -128,21 +130,28 @@ def _bias_problem(call: Call) -> BiasProblem:
     return found
 
 
-def _statistics(call: Call) -> Array:
+def _statistics(call: Call, problem: Attention) -> Array:
     """Return what the kernels read of each row, as ``backward.cuh`` says."""
-    out, lse = call.operands[3:5]
-    rows = [jnp.where(jnp.isneginf(lse), np.float32(np.inf), lse) * _LOG2_E]
+    log, *bases = call.logarithm
+    is_empty = jnp.isneginf(log)
+
+    def padded(x: Array, fill: float) -> Array:
+        padding = [(0, 0), (0, 0), (0, -x.shape[-1] % STATISTICS_ROWS)]
+        return jnp.pad(x, padding, constant_values=np.float32(fill))
+
+    if not problem.has_bases:
+        log, bases = logsumexp(log, *bases), []
+    rows = [padded(jnp.where(is_empty, np.float32(np.inf), log) * _LOG2_E, np.inf)]
+    # A kernel reads both numbers of a row at once.
+    rows = [jnp.stack([*(padded(x, 0) for x in bases), *rows], -1)]
     if call.kind == "backward":
-        d_out, d_lse = call.operands[5:7]
+        out, (d_out, d_lse) = call.operands[3], call.cotangents
         # A row without keys has no derivative, whatever the cotangent of its infinite logarithm is.
-        d_lse = jnp.where(jnp.isneginf(lse), 0, d_lse)
+        d_lse = jnp.where(is_empty, 0, d_lse)
         products = out.astype(np.float32) * d_out.astype(np.float32)
-        rows += [products.sum(-1).transpose(0, 2, 1) - d_lse, d_lse]
-    padding = [(0, 0), (0, 0), (0, -lse.shape[-1] % STATISTICS_ROWS)]
-    fills = [np.float32(np.inf), *[np.float32(0)] * (len(rows) - 1)]
-    return jnp.stack(
-        [jnp.pad(x, padding, constant_values=fill) for x, fill in zip(rows, fills, strict=True)]
-    )
+        deltas = products.sum(-1).transpose(0, 2, 1) - d_lse
+        rows += [padded(deltas, 0), padded(d_lse, 0)]
+    return jnp.concatenate([x.reshape(-1) for x in rows])
 
 
 # The primitive.
@@ -153,7 +162,9 @@ def _reference(
 ) -> Results:
     call = Call(kernel, operands[: len(operands) - own], scores, wanted)
     if kernel == "forward":
-        return blocks.forward(*call.operands, scores=scores)
+        out, *logarithm = blocks.forward(*call.operands, scores=scores)
+        has_bases = problem_of(call).has_bases
+        return [out, *(logarithm if has_bases else [logsumexp(*logarithm)])]
     if kernel == "tangent":
         return blocks.tangent(*call.operands, scores=scores, wanted=wanted)
     like = _like_results(*operands, kernel=kernel, scores=scores, wanted=wanted, own=own)[-1]
@@ -161,7 +172,8 @@ def _reference(
     numbers = numbers_of(call, wanted) if kernel == "backward" else None
     if numbers is not None:
         scores, arrays, position = numbers.as_array(scores, call.arrays, call.lengths)
-        given, wanted = (*given[:7], *arrays), (*OF_PRODUCTS, 3 + position)
+        given = (*given[: len(given) - len(call.arrays)], *arrays)
+        wanted = (*OF_PRODUCTS, 3 + position)
     *results, last = blocks.backward(*given, scores=scores, wanted=wanted)
     if numbers is not None and numbers.axes.difference:
         last = as_parts(last, like.shape, call.lengths.queries, call.lengths.keys)
@@ -187,7 +199,8 @@ def _like_results(
         return [jnp.zeros(bias.result_shape(problem), bias.result_dtype(problem))]
     rows = query.shape[:3]
     out = jnp.zeros((*rows, value.shape[3]), query.dtype)
-    return [out, jnp.zeros((rows[0], rows[2], rows[1]), np.float32)]
+    has_bases = kernel == "forward" and problem_of(call).has_bases
+    return [out, *[jnp.zeros((rows[0], rows[2], rows[1]), np.float32)] * (1 + has_bases)]
 
 
 def _planned(
@@ -198,11 +211,12 @@ def _planned(
     types, values = zip(*((x.aval, x.value) for x in operands), strict=True)
     call = Call(kernel, types[:count], scores, wanted)
     products, extra = values[:3], values[count:]
-    arrays = dataclasses.replace(call, operands=values[:count]).arrays
+    of_values = dataclasses.replace(call, operands=values[:count])
+    arrays = of_values.arrays
     if kernel == "bias gradient":
         problem, bias = _bias_problem(call)
-        statistics, *kinds = extra
-        read = _behind_bias(problem, [*products, values[5], statistics], kinds, arrays)
+        (statistics, *kinds), (d_out, _) = extra, of_values.cotangents
+        read = _behind_bias(problem, [*products, d_out, statistics], kinds, arrays)
         return planned_kernel(read, plan_bias_gradient, problem, bias)
     problem = problem_of(call)
     if kernel == "forward":
@@ -210,10 +224,10 @@ def _planned(
         return planned_kernel(read, plan_forward, problem)
     statistics, *lists = extra
     if kernel == "backward":
-        read = _behind_bias(problem, [*products, values[5], statistics], lists, arrays)
+        d_out, _ = of_values.cotangents
+        read = _behind_bias(problem, [*products, d_out, statistics], lists, arrays)
         return planned_kernel(read, plan_backward, problem)
-    dots = values[5 : 5 + len(wanted)]
-    read = [*products, values[3], statistics, *dots, *lists, *arrays]
+    read = [*products, values[3], statistics, *of_values.tangents, *lists, *arrays]
     moving = tuple(i in wanted for i in OF_PRODUCTS)
     return planned_kernel(read, plan_tangent, problem, moving)
 

@@ -1,15 +1,16 @@
 """The primitives of attention.
 
-``attention`` gives the result and the log of the sum of exponentials of each query. Its tangent is
-linear in the tangents of operands (``attention_tangent``), and the transpose of that is
-``attention_backward``, which computes the probabilities again from the logarithms. The derivatives
-of these two are those of their programs in blocks (:mod:`jax_tilekern.ops.attention.blocks`).
+``attention`` gives the result, and the log of the sum of exponentials of each query in one or two
+arrays (:mod:`jax_tilekern.ops.attention.residual`). Its tangent is linear in the tangents of
+operands (``attention_tangent``), and the transpose of that is ``attention_backward``, which
+computes the probabilities again from the logarithms. The derivatives of these two are those of
+their programs in blocks (:mod:`jax_tilekern.ops.attention.blocks`).
 
 Operands of ``attention`` are ``query`` of shape ``(batch, queries, heads, features)``, ``key`` and
 ``value`` of ``(batch, keys, key heads, ...)``, and the arrays that scores and masks read. Those of
-the other two come between ``value`` and the arrays: the results of ``attention`` and their
-cotangents, or the results and the tangents of the operands ``wanted``, positions of the operands of
-``attention``.
+the other two come between ``value`` and the arrays: the results of ``attention``, and behind them
+the cotangents of the output and of the logarithm, or the tangents of the operands ``wanted``,
+positions of the operands of ``attention``. A tangent has those of the output and of the logarithm.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from jax import Array
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.interop.originals import jnp
-from jax_tilekern.ops.attention import blocks
+from jax_tilekern.ops.attention import blocks, residual
+from jax_tilekern.ops.attention.call import operands_before_arrays
 from jax_tilekern.ops.attention.choice import planner_of
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.partitioning import params_text
@@ -52,7 +54,12 @@ _BATCH, _QUERIES, _HEADS = range(3)
 # Types of results.
 
 
-def _like_results(query: Array, key: Array, value: Array, *_: Array, **__: Any) -> list[Array]:
+def _like_results(query: Array, key: Array, value: Array, *_: Array, scores: Scores) -> list[Array]:
+    out, lse = _like_tangents(query, key, value)
+    return [out, *residual.without_base(scores, lse)]
+
+
+def _like_tangents(query: Array, key: Array, value: Array, *_: Array, **__: Any) -> list[Array]:
     del key
     wide = blocks.score_type(query)
     rows = jnp.zeros_like(query.sum(-1))
@@ -60,8 +67,8 @@ def _like_results(query: Array, key: Array, value: Array, *_: Array, **__: Any) 
     return [out, rows.astype(wide).transpose(0, 2, 1)]
 
 
-def _like_wanted(*operands: Array, wanted: Sequence[int], **_: Any) -> list[Array]:
-    own = (*operands[:3], *operands[7:])
+def _like_wanted(*operands: Array, scores: Scores, wanted: Sequence[int]) -> list[Array]:
+    own = (*operands[:3], *operands[operands_before_arrays("backward", scores) :])
     return [jnp.zeros_like(own[i]) for i in wanted]
 
 
@@ -71,20 +78,22 @@ def _like_wanted(*operands: Array, wanted: Sequence[int], **_: Any) -> list[Arra
 def _jvp(
     primals: Results, tangents: Sequence[Any], *, scores: Scores
 ) -> tuple[Results, Sequence[Any]]:
-    out, lse = attention(*primals, scores=scores)
+    results = attention(*primals, scores=scores)
     wanted = tuple(i for i, x in enumerate(tangents) if type(x) is not ad.Zero)
     if not wanted:
-        return [out, lse], [compat.zero_tangent(x) for x in (out, lse)]
+        return results, [*map(compat.zero_tangent, results)]
     dots = [tangents[i] for i in wanted]
-    operands = *primals[:3], out, lse, *dots, *primals[3:]
-    return [out, lse], attention_tangent(*operands, scores=scores, wanted=wanted)
+    operands = *primals[:3], *results, *dots, *primals[3:]
+    moved = attention_tangent(*operands, scores=scores, wanted=wanted)
+    # All of the derivative of the logarithm is that of its first array.
+    return results, [*moved, *map(compat.zero_tangent, results[2:])]
 
 
 def _jvp_of_tangent(
-    primals: Results, tangents: Sequence[Any], *, wanted: Sequence[int], **params: Any
+    primals: Results, tangents: Sequence[Any], *, scores: Scores, wanted: Sequence[int]
 ) -> tuple[Any, Any]:
-    params["wanted"] = wanted
-    linear = range(5, 5 + len(wanted))
+    params: dict[str, Any] = {"scores": scores, "wanted": wanted}
+    linear = _tangents_of(scores, wanted)
     if any(type(x) is not ad.Zero for i, x in enumerate(tangents) if i not in linear):
         return jvp_of(blocks.tangent, primals, tangents, **params)
     moved = list(primals)
@@ -94,11 +103,18 @@ def _jvp_of_tangent(
 
 
 def _transposed_tangent(
-    cotangents: Results, *operands: Any, wanted: Sequence[int], **params: Any
+    cotangents: Results, *operands: Any, scores: Scores, wanted: Sequence[int]
 ) -> Results:
-    first, arrays = operands[:5], operands[5 + len(wanted) :]
-    results: Results = attention_backward(*first, *cotangents, *arrays, wanted=wanted, **params)
+    linear = _tangents_of(scores, wanted)
+    given = *operands[: linear.start], *cotangents, *operands[linear.stop :]
+    results: Results = attention_backward(*given, scores=scores, wanted=wanted)
     return results
+
+
+def _tangents_of(scores: Scores, wanted: Sequence[int]) -> range:
+    """Return the positions of tangents among the operands of ``attention_tangent``."""
+    first = operands_before_arrays("tangent", scores)
+    return range(first, first + len(wanted))
 
 
 # Batching: mapped calls are more elements of the batch.
@@ -123,7 +139,8 @@ def _batch_of(name: str) -> Callable[..., tuple[Results, Sequence[int]]]:
         first = len(operands) - len(scores.kinds)
         # The tangent of an array is mapped if the array is, and its cotangent always.
         is_tangent = name == "tangent"
-        tangents = {i - 3: 5 + n for n, i in enumerate(wanted) if i >= 3 and is_tangent}
+        of_tangents = zip(_tangents_of(scores, wanted), wanted, strict=True)
+        tangents = {i - 3: position for position, i in of_tangents if i >= 3 and is_tangent}
         leads = [
             is_mapped[first + i]
             or (i in tangents and is_mapped[tangents[i]])
@@ -214,6 +231,7 @@ def _rule_of(name: str) -> Callable[..., ShardingRule]:
         of_query: Dims = (_BATCH, _QUERIES, _HEADS, None)
         of_key: Dims = (_BATCH, None, _HEADS, None)
         of_lse: Dims = (_BATCH, _HEADS, _QUERIES)
+        of_results = of_query, *[of_lse] * residual.count(scores)
         first = len(operands) - len(scores.kinds)
         sizes = {_BATCH: batch, _QUERIES: queries, _HEADS: key.shape[2]}
         labels = [of_query, of_key, of_key]
@@ -222,16 +240,17 @@ def _rule_of(name: str) -> Callable[..., ShardingRule]:
             for kind, x in zip(scores.kinds, operands[first:], strict=True)
         ]
         moved = [labels[i] for i in wanted]
-        of_results: dict[str, list[Dims]] = {
+        of_others: dict[str, list[Dims]] = {
             "forward": [],
-            "tangent": [of_query, of_lse, *moved],
-            "backward": [of_query, of_lse] * 2,
+            "tangent": [*of_results, *moved],
+            "backward": [*of_results, of_query, of_lse],
         }
+        results = {"forward": of_results, "tangent": of_results[:2], "backward": tuple(moved)}
         products = {"forward": 2, "tangent": 5, "backward": 5}[name]
         flops = 1.0 * products * batch * heads * queries * key.shape[1]
         return ShardingRule(
-            (*labels[:3], *of_results[name], *labels[3:]),
-            tuple(moved) if name == "backward" else (of_query, of_lse),
+            (*labels[:3], *of_others[name], *labels[3:]),
+            results[name],
             sizes,
             flops=flops * (features + value.shape[3]),
             zero_padding=False,
@@ -321,8 +340,9 @@ attention_tangent = _defined(
     "tangent",
     blocks.tangent,
     jvp=_jvp_of_tangent,
-    transposes=lambda *, wanted, **_: {
-        tuple(range(5, 5 + len(wanted))): _transposed_tangent,
+    like_results=_like_tangents,
+    transposes=lambda *, scores, wanted: {
+        tuple(_tangents_of(scores, wanted)): _transposed_tangent,
     },
 )
 attention_backward = _defined("backward", blocks.backward, like_results=_like_wanted)

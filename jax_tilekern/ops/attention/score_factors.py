@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jax_tilekern.epilogue.scalar_function import evaluate_without_names
 from jax_tilekern.interop import compat
@@ -40,6 +41,18 @@ class FactoredScore(NamedTuple):
     inner: float = 1.0
     outer: float = 1.0
     is_up_to_one: bool = False
+
+    def with_outer_inside(self) -> FactoredScore:
+        """Return the same with ``outer`` as a part of the function."""
+        if self.outer == 1:
+            return self
+        jaxpr = self.function.jaxpr
+
+        def score(*given: Any) -> Any:
+            found = evaluate_without_names(jaxpr, len(jaxpr.invars), *given)[0]
+            return found * np.asarray(self.outer, found.dtype)
+
+        return FactoredScore(closed(score, *self.function.in_avals), self.inner)
 
     def with_slope(self) -> Any:
         """Return the function with its derivative by its first operand, as a jaxpr."""

@@ -39,6 +39,9 @@ _MOST_STAGED = 2048
 # The exponentials of scores between this and its negative are weights without a maximum: 2**-87 to
 # 2**87. Sums of 2**30 of them are finite, and products with values from 2**-39 on are normal.
 _LARGEST_BOUND = 60.0
+# Up to this the rounding of a row's logarithm, by 2**-17 at most, is no loss beside that of weights
+# to 16 bits.
+_LARGEST_OF_ONE_LOGARITHM = 128.0
 _SCALARS = [("s", F32), *((name, np.dtype(np.int32)) for name in "bhqk")]
 
 
@@ -76,10 +79,14 @@ def score_text(
     # Gradients by arrays are sums of terms that cancel.
     has_arrays = "of_score" in scores.kinds
     shorter = _SHORTER_IN_BFLOAT16 if dtype == BF16 and not has_arrays else _SHORTER
-    factors = FactoredScore(None)
+    factors, is_bounded = FactoredScore(None), False
     if score is not None:
         # Derivatives by numbers are those of the whole score.
         factors = FactoredScore(score) if numbers else factored(score)
+        is_bounded = factors.is_up_to_one and factors.outer <= _LARGEST_OF_ONE_LOGARITHM
+        if not is_bounded:
+            # Scores themselves have a base, which is one of them.
+            factors = factors.with_outer_inside()
         slope = numbers.derivatives_jaxpr(scores, arrays) if numbers else factors.with_slope()
         read = [*memory[:n], *origins]
         of_score = _written(factors.function, _SCALARS, read, shorter)
@@ -97,9 +104,7 @@ def score_text(
         inner=literal(np.asarray(factors.inner), F32),
         outer=literal(np.asarray(factors.outer), F32),
         slope=literal(np.asarray(factors.inner * factors.outer), F32),
-        is_up_to_one=_flag(
-            dtype == BF16 and factors.is_up_to_one and factors.outer <= _LARGEST_BOUND
-        ),
+        is_up_to_one=_flag(dtype == BF16 and is_bounded and factors.outer <= _LARGEST_BOUND),
         pointers="".join(f"  {kind} {name};\n" for kind, name in zip(pointers, names, strict=True)),
         score=of_score.body("return {};"),
         numbers=count,
@@ -110,7 +115,7 @@ def score_text(
         visible=of_mask.body("return {};"),
     )
     has = score is not None, visible is not None
-    return ScoreText(text, tuple(pointers), *has, numbers=count, by_difference=by_difference)
+    return ScoreText(text, tuple(pointers), *has, is_bounded, count, by_difference)
 
 
 def _staged(arrays: Sequence[Buffer]) -> str:

@@ -28,13 +28,15 @@ class ScoreText:
     """The score function and the mask of a call in CUDA.
 
     ``text`` defines ``Functions`` (attention/sm90/forward.cuh and backward.cuh), which is made of
-    pointers to the arrays that the functions read. Their types are ``pointers``.
+    pointers to the arrays that the functions read. Their types are ``pointers``. A score that
+    ``is_bounded`` is so small that one number has the logarithm of a sum of exponentials.
     """
 
     text: str
     pointers: tuple[str, ...]
     has_score: bool
     has_mask: bool
+    is_bounded: bool = False
     numbers: int = 0  # numbers of a batch and head that gradients are by
     by_difference: bool = False  # whether there is one of each difference of query and key, too
 
@@ -78,6 +80,15 @@ class Attention:
         return CHUNK * chunks[0], CHUNK * chunks[1]
 
     @property
+    def has_bases(self) -> bool:
+        """Whether the logarithm of a row's sum of exponentials is two numbers, one a base.
+
+        Products of queries and keys are numbers of a size for which one number is enough.
+        """
+        has_score = self.functions.has_score or self.bias is not None
+        return has_score and not self.functions.is_bounded
+
+    @property
     def shares_keys(self) -> bool:
         """Whether consumers share keys, whose gradients take more registers than one has."""
         return max(self.padded) > 2 * CHUNK
@@ -88,8 +99,8 @@ class Attention:
         return sum(self.padded) > 5 * CHUNK
 
     @property
-    def statistics(self) -> int:
-        """Elements of an array of statistics."""
+    def rows(self) -> int:
+        """Rows of all heads, each padded as those of statistics are."""
         rows = STATISTICS_ROWS * math.ceil(self.queries / STATISTICS_ROWS)
         return self.batch * self.heads * rows
 

@@ -49,11 +49,15 @@ _TENSOR_MAP_DTYPES: dict[np.dtype[Any], Any] = {BF16: "bfloat16", F16: "float16"
 
 
 def plan_forward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan out and logsumexp, with a list of tiles of keys for tiles of queries."""
+    """Plan out and logsumexp, with a list of tiles of keys for tiles of queries.
+
+    Where rows have bases, the logsumexp is less the base, and the last result has the bases.
+    """
     if why := refusal(problem, gpu):
         return NoKernel(why)
     tiles, (features, values) = problem.tiles("forward"), problem.padded
-    buffers = _buffers(problem, operands=3, lists=2, results=2)
+    buffers = _buffers(problem, operands=3, lists=2, results=2 + problem.has_bases)
+    out, log, *bases = buffers.results
     launch = _launch(
         problem,
         gpu,
@@ -61,7 +65,9 @@ def plan_forward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         buffers,
         maps=_maps(problem, tiles, 0, 1, 2),
         parameters=(
-            *buffers.results,
+            out,
+            log,
+            *(bases or [log]),
             *buffers.lists,
             Scalars.pack("i", problem.value_features),
         ),
@@ -85,7 +91,7 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
     has_numbers = problem.functions.numbers > 0
     buffers = _buffers(problem, operands=5, lists=4, results=3 + has_numbers)
     d_query, d_key, d_value, *d_numbers = buffers.results
-    deltas = Scalars.int64(problem.statistics)
+    deltas = Scalars.int64(_deltas(problem))
     sizes = Scalars.pack("i", problem.features), Scalars.pack("i", problem.value_features)
     keys = _launch(
         problem,
@@ -165,7 +171,7 @@ def plan_bias_gradient(problem: Attention, bias: Bias, gpu: Gpu) -> LaunchPlan |
         return NoKernel(why)
     tiles, (features, values) = problem.tiles("bias_gradient"), problem.padded
     buffers = _buffers(problem, operands=5, lists=1, results=1)
-    shape = problem.batch, *bias.shape[:2], *bias.chunks(problem), problem.statistics
+    shape = problem.batch, *bias.shape[:2], *bias.chunks(problem), _deltas(problem)
     launch = _launch(
         problem,
         gpu,
@@ -233,7 +239,8 @@ def _launch(
     if problem.bias is not None:
         staged += biases * tiles.queries * tiles.keys
     config = f"{tiles.queries}, {tiles.keys}, {problem.padded[0]}, {problem.padded[1]}"
-    config += f", {tiles.stages}, {_flags(problem.listed is not None, problem.bias is not None)}"
+    flags = problem.listed is not None, problem.bias is not None, problem.has_bases
+    config += f", {tiles.stages}, {_flags(*flags)}"
     types = "".join(f", {x}" for x in problem.functions.pointers)
     file = name.partition("_")[0] if name.startswith("backward") else name
     kernel = Kernel(
@@ -292,6 +299,11 @@ def _plan(
         alignments=buffers.alignments,
         reason=", ".join(["tiles on tensor cores", *filter(None, kinds)]),
     )
+
+
+def _deltas(problem: Attention) -> int:
+    """Return the position of the first statistic that is not of a sum of exponentials."""
+    return (1 + problem.has_bases) * problem.rows
 
 
 def _flags(*values: bool) -> str:

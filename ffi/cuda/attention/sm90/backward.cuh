@@ -12,9 +12,10 @@
 // number of each batch, head, and difference of query and key, whose gradients are sums for each
 // difference of 64 queries (difference_sums.cuh).
 //
-// `statistics` has, for each head and row up to a whole number of tiles, the logsumexp in base 2
-// (infinity for rows that see no key or are none), behind all of them d less the gradient of the
-// logsumexp, and behind these that gradient.
+// `statistics` has, for each head and row up to a whole number of tiles, the numbers of a
+// RowLogarithm (the logsumexp is infinity for rows that see no key or are none), of which the base
+// only if rows have one, at `deltas` d less the gradient of the logsumexp, and behind these that
+// gradient.
 #pragma once
 
 #include "attention/sm90/difference_sums.cuh"
@@ -28,11 +29,13 @@ class AttentionBackwardKeys {
   using Outs = SequenceTile<config.queries, config.value_features>;
   using Keys = SequenceTile<config.keys, config.features>;
   using Values = SequenceTile<config.keys, config.value_features>;
-  static constexpr int kStatisticsBytes = config.queries * static_cast<int>(sizeof(float));
+  static constexpr int kDeltasBytes = config.queries * static_cast<int>(sizeof(float));
+  static constexpr int kLogarithmsBytes = (1 + config.based) * kDeltasBytes;
   using Biases = BiasTile<config>;
   static constexpr int kBias = Queries::kBytes + Outs::kBytes;
-  static constexpr int kStatistics = kBias + Biases::kBytes;
-  static constexpr int kLoadedBytes = kStatistics + 2 * kStatisticsBytes;
+  static constexpr int kLogarithms = kBias + Biases::kBytes;
+  static constexpr int kDeltas = kLogarithms + kLogarithmsBytes;
+  static constexpr int kLoadedBytes = kDeltas + kDeltasBytes;
   // Tiles begin at multiples of 1024 bytes.
   static constexpr int kStageBytes = (kLoadedBytes + 1023) / 1024 * 1024;
   using Ring = TileRing<config.stages, kStageBytes>;
@@ -131,10 +134,10 @@ class AttentionBackwardKeys {
       ring_.acquire(state, kLoadedBytes);
       Queries::load(stage, query, first, head, batch_, full);
       Outs::load(stage + Queries::kBytes, d_out, first, head, batch_, full);
-      const float* row =
-          statistics_ + (static_cast<int64>(batch_) * shape_.heads + head) * padded + first;
-      bulk_load(stage + kStatistics, row, kStatisticsBytes, full);
-      bulk_load(stage + kStatistics + kStatisticsBytes, row + deltas_, kStatisticsBytes, full);
+      const int64 row = (static_cast<int64>(batch_) * shape_.heads + head) * padded + first;
+      bulk_load(stage + kLogarithms, statistics_ + (1 + config.based) * row, kLogarithmsBytes,
+                full);
+      bulk_load(stage + kDeltas, statistics_ + deltas_ + row, kDeltasBytes, full);
       if constexpr (config.biased) {
         Biases::load(stage + kBias, bias, shape_, first, tile_ * config.keys, head, batch_, full);
       }
@@ -154,7 +157,6 @@ class AttentionBackwardKeys {
       float scores[kCount], d_weights[kCount];
       uint32 weights[kCount / 8][4], d_scores[kCount / 8][4];
       const uint32 queries = ring_.stage(state), outs = queries + Queries::kBytes;
-      const uint32 statistics = queries + kStatistics;
       BiasFragment<T, config, true> bias(queries + kBias, row + threadIdx.x / 32 % 4 * 16);
       ring_.wait(state);
       warpgroup_fence_operand(scores);
@@ -168,13 +170,18 @@ class AttentionBackwardKeys {
       }
       warpgroup_wait<kOfKeys ? 1 : 0>();
       warpgroup_fence_operand(scores);
-      float statistic[2];
+      float numbers[2];
       weigh_again<T>(
           scores, weights, shape_, functions_, batch_, head, masked,
           ScorePlaces<false>(first_query, first_key), bias,
           [&](int j) {
-            if (j % 2 == 0) load_shared(statistic, statistics + 4 * place_.column_of(j));
-            return statistic[j % 2];
+            // Those of a query, or of two neighbouring ones.
+            if (config.based || j % 2 == 0) {
+              load_shared(numbers, queries + kLogarithms +
+                                       place_.column_of(j) * (kLogarithmsBytes / config.queries));
+            }
+            if constexpr (config.based) return RowLogarithm{numbers[0], numbers[1]};
+            return RowLogarithm{0, numbers[j % 2]};
           },
           Unused());
       if constexpr (kOfValues) {
@@ -188,9 +195,10 @@ class AttentionBackwardKeys {
         warpgroup_fence_operand(d_weights);
 #pragma unroll
         for (int j = 0; j < kCount; j += 2) {
-          load_shared(statistic, statistics + kStatisticsBytes + 4 * place_.column_of(j));
-          scores[j] *= d_weights[j] - statistic[0];
-          scores[j + 1] *= d_weights[j + 1] - statistic[1];
+          float delta[2];
+          load_shared(delta, queries + kDeltas + 4 * place_.column_of(j));
+          scores[j] *= d_weights[j] - delta[0];
+          scores[j + 1] *= d_weights[j + 1] - delta[1];
         }
         as_lhs<T>(d_scores, scores);
         warpgroup_fence_operand(d_keys);
@@ -319,9 +327,10 @@ class AttentionBackwardQueries {
 #pragma unroll
     for (int i = 0; i < config.features / 2; ++i) d_queries_[i] = 0;
     const int row = 64 * tile_.consumer;
-    float logsumexp[2], delta[2];
-    tile_.read_rows(logsumexp, 0, INFINITY);
-    tile_.read_rows(delta, deltas_, 0);
+    float delta[2];
+    RowLogarithm logarithms[2];
+    tile_.read_rows(logarithms);
+    tile_.read_rows(delta, deltas_);
     tile_.for_each_tile([&](uint32 keys, int first_key, bool masked) {
       float scores[Tile::kCount], d_weights[Tile::kCount];
       uint32 d_scores[Tile::kCount / 8][4], unused[Tile::kCount / 8][4];
@@ -339,7 +348,7 @@ class AttentionBackwardQueries {
       if constexpr (kNumbers > 0) {
         warpgroup_wait<0>();
         warpgroup_fence_operand(d_weights);
-        tile_.weigh(scores, unused, logsumexp, first_key, masked, bias,
+        tile_.weigh(scores, unused, logarithms, first_key, masked, bias,
                     [&](int j, float weight, const float* partials) {
                       const int r = j >> 1 & 1;
                       const float d_score = d_weights[j] - delta[r];
@@ -351,7 +360,7 @@ class AttentionBackwardQueries {
                       }
                     });
       } else {
-        tile_.weigh(scores, unused, logsumexp, first_key, masked, bias, Unused());
+        tile_.weigh(scores, unused, logarithms, first_key, masked, bias, Unused());
         warpgroup_wait<0>();
         warpgroup_fence_operand(d_weights);
       }
@@ -371,7 +380,7 @@ class AttentionBackwardQueries {
   // Stores the sums of each warp's 16 queries.
   void store_numbers(float* d_numbers) {
     float d_logsumexp[2];
-    tile_.read_rows(d_logsumexp, 2 * deltas_, 0);
+    tile_.read_rows(d_logsumexp, deltas_ + deltas_ / (1 + config.based));
     const auto sum = [](float x, float y) { return x + y; };
     d_numbers += (head_tile() * 4 * Tile::kConsumers + threadIdx.x / 32) * kNumbers;
 #pragma unroll

@@ -179,11 +179,12 @@ class AttentionBiasGradient {
            typename Ring::State& state) {
     const int row = 64 * consumer, first_query = query_tile * config.queries + row;
     const int first_key = key_tile * config.keys;
-    float scores[kCount], d_weights[kCount], logsumexp[2], delta[2];
-    read_statistics(logsumexp, statistics_, shape_, batch, head, first_query + place_.row,
-                    INFINITY);
+    float scores[kCount], d_weights[kCount], delta[2];
+    RowLogarithm logarithms[2];
+    read_logarithms<config.based>(logarithms, statistics_, shape_, batch, head,
+                                  first_query + place_.row);
     read_statistics(delta, statistics_ + bias_shape_.deltas, shape_, batch, head,
-                    first_query + place_.row, 0);
+                    first_query + place_.row, 0.f);
     const typename Ring::State of_scores = state;
     state.advance();
     const uint32 queries = ring_.stage(of_scores), outs = ring_.stage(state);
@@ -207,7 +208,7 @@ class AttentionBiasGradient {
     weigh_again<T>(
         scores, unused, shape_, functions_, batch, head, masked,
         ScorePlaces<true>(first_query, first_key), bias,
-        [&](int j) { return logsumexp[j >> 1 & 1]; }, Unused());
+        [&](int j) { return logarithms[j >> 1 & 1]; }, Unused());
     warpgroup_wait<0>();
     warpgroup_fence_operand(d_weights);
     ring_.release(state);

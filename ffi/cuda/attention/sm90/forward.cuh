@@ -11,7 +11,8 @@
 //   kReads                          whether they read arrays, by indices within the sequences
 //   stage()                         copies small arrays to shared memory, before __syncthreads()
 //   score(s, b, h, at)              the score, of scale times the product of query and key
-//   kInner, kOuter                  numbers that s and the score have to be multiplied by
+//   kInner, kOuter                  numbers that s and the score have to be multiplied by; rows
+//                                   that have a base have one for the latter
 //   kIsUpToOne                      whether score() is from -1 to 1, and kOuter so small that the
 //                                   exponentials of scores and of their negatives are normal
 //                                   numbers
@@ -35,6 +36,7 @@ class AttentionForward {
   static constexpr int kConsumers = config.queries / 64;
   static constexpr bool kScore = Functions::kScore || config.biased;
   static constexpr int kCount = config.keys / 2;
+  static_assert(!config.based || (kScore && Functions::kOuter == 1));
 
  public:
   AttentionForward(const AttentionShape& shape, const Functions& functions, const int32* counts,
@@ -52,7 +54,7 @@ class AttentionForward {
 
   // The map of the bias is not read if there is none.
   void run(const TensorMap& query, const TensorMap& key, const TensorMap& value,
-           const TensorMap& bias, T* out, float* logsumexp, int value_features) {
+           const TensorMap& bias, T* out, float* logsumexp, float* bases, int value_features) {
     if (threadIdx.x == 0) {
       queries_.init(kConsumers);
       keys_.init(kConsumers);
@@ -71,7 +73,7 @@ class AttentionForward {
       typename KeyRing::State state;
       for_each_work([&](const Work& work) {
         consume(warpgroup, work, of_queries, state);
-        store(warpgroup, work, out, logsumexp, value_features);
+        store(warpgroup, work, out, logsumexp, bases, value_features);
       });
     }
   }
@@ -240,7 +242,7 @@ class AttentionForward {
         scores[j] = visible ? scores[j] : hidden;
       }
     };
-    // Weights are powers of two of the scores times this.
+    // Weights are powers of two of the scores less the maximum, times this.
     const float rate = kScore ? Functions::kOuter * kLog2E : shape_.scale * kLog2E;
     if constexpr (Functions::kIsUpToOne) {
 #pragma unroll
@@ -252,6 +254,10 @@ class AttentionForward {
       hide(-INFINITY);
       const auto larger = [](float x, float y) { return fmaxf(x, y); };
       float bases[2];
+      // The difference of large scores is exact, and that of rounded products with the rate is not.
+      const auto weight = [&](float score, int r) {
+        return exp2_approximate(config.based ? (score - bases[r]) * rate : score * rate - bases[r]);
+      };
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float maximum = maxima_[r];
@@ -261,21 +267,20 @@ class AttentionForward {
         }
         maximum = reduced_over_row(maximum, larger);
         // Before the first visible key, weights are zero.
-        bases[r] = maximum == -INFINITY ? 0 : maximum * rate;
-        factors[r] = exp2_approximate(maxima_[r] * rate - bases[r]);
+        bases[r] = maximum == -INFINITY ? 0 : maximum * (config.based ? 1 : rate);
+        factors[r] = weight(maxima_[r], r);
         maxima_[r] = maximum;
         totals_[r] *= factors[r];
       }
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        scores[j] = exp2_approximate(scores[j] * rate - bases[j >> 1 & 1]);
-      }
+      for (int j = 0; j < kCount; ++j) scores[j] = weight(scores[j], j >> 1 & 1);
     }
 #pragma unroll
     for (int j = 0; j < kCount; ++j) totals_[j >> 1 & 1] += scores[j];
   }
 
-  void store(int consumer, const Work& work, T* out, float* logsumexp, int value_features) {
+  void store(int consumer, const Work& work, T* out, float* logsumexp, float* bases,
+             int value_features) {
     const int first = work.first_query + 64 * consumer;
     const int rows = shape_.queries - first;
     float factors[2];
@@ -285,9 +290,15 @@ class AttentionForward {
       factors[r] = total == 0 ? 0 : 1 / total;
       const int row = place_.row + 8 * r;
       if (threadIdx.x % 4 == 0 && row < rows) {
-        const float maximum = maxima_[r] * (kScore ? Functions::kOuter : shape_.scale);
-        logsumexp[(static_cast<int64>(work.batch) * shape_.heads + work.head) * shape_.queries +
-                  first + row] = total == 0 ? -INFINITY : maximum + logf(total);
+        const int64 own =
+            (static_cast<int64>(work.batch) * shape_.heads + work.head) * shape_.queries + first +
+            row;
+        float base = total == 0 ? 0 : maxima_[r] * (kScore ? Functions::kOuter : shape_.scale);
+        if constexpr (config.based) {
+          bases[own] = base;
+          base = 0;
+        }
+        logsumexp[own] = total == 0 ? -INFINITY : base + logf(total);
       }
     }
     const int64 row_elements = static_cast<int64>(shape_.heads) * value_features;
@@ -314,13 +325,13 @@ __global__ void __launch_bounds__(config.threads(config.queries), 1)
                       const __grid_constant__ TensorMap key,
                       const __grid_constant__ TensorMap value,
                       const __grid_constant__ TensorMap bias, T* out, float* logsumexp,
-                      const int32* counts, const int32* lists, int value_features,
+                      float* bases, const int32* counts, const int32* lists, int value_features,
                       const __grid_constant__ AttentionShape shape,
                       const __grid_constant__ Operands... operands) {
   Functions functions{operands...};
   functions.stage();
   AttentionForward<T, config, Functions>(shape, functions, counts, lists)
-      .run(query, key, value, bias, out, logsumexp, value_features);
+      .run(query, key, value, bias, out, logsumexp, bases, value_features);
 }
 
 }  // namespace tilekern

@@ -2,8 +2,9 @@
 // queries' gradients and of tangents share.
 //
 // `Layout` has kLoadedBytes, which are loaded once, and kStageBytes, which are loaded for each tile
-// of keys. `statistics` has, for each head and row up to a whole number of tiles, the logsumexp in
-// base 2 (infinity for rows that see no key or are none); other arrays of rows follow.
+// of keys. `statistics` has, for each head and row up to a whole number of tiles, the numbers of a
+// RowLogarithm (the logsumexp is infinity for rows that see no key or are none), of which the base
+// only if rows have one; other arrays of rows follow.
 #pragma once
 
 #include "attention/sm90/bias.cuh"
@@ -90,19 +91,22 @@ struct QueryTile {
     }
   }
 
-  // Reads the thread's two rows of an array of statistics; `beyond` is that of other rows.
-  void read_rows(float (&values)[2], int64 offset, float beyond) const {
-    read_statistics(values, statistics + offset, shape, batch, head, first_query + place.row,
-                    beyond);
+  // Read the statistics of the thread's two rows; other rows have zeros.
+  void read_rows(RowLogarithm (&values)[2]) const {
+    read_logarithms<config.based>(values, statistics, shape, batch, head, first_query + place.row);
+  }
+  void read_rows(float (&values)[2], int64 offset) const {
+    read_statistics(values, statistics + offset, shape, batch, head, first_query + place.row, 0.f);
   }
 
   template <class Bias, class Use>
-  void weigh(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4], const float (&logsumexp)[2],
-             int first_key, bool masked, Bias& bias, const Use& use) const {
+  void weigh(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4],
+             const RowLogarithm (&logarithms)[2], int first_key, bool masked, Bias& bias,
+             const Use& use) const {
     weigh_again<T>(
         scores, weights, shape, functions, batch, head, masked,
         ScorePlaces<true>(first_query, first_key), bias,
-        [&](int j) { return logsumexp[j >> 1 & 1]; }, use);
+        [&](int j) { return logarithms[j >> 1 & 1]; }, use);
   }
 };
 

@@ -4,7 +4,7 @@
 // of the score function, the tangent of the logsumexp is m = rowsum(P * dS), and that of the result
 // is (P * dS) V + P dV - m O. P and P * dS are lhs of products from registers.
 //
-// `statistics` has the logsumexp as in query_tile.cuh.
+// `statistics` is as in query_tile.cuh.
 #pragma once
 
 #include "attention/sm90/query_tile.cuh"
@@ -79,8 +79,8 @@ class AttentionTangent {
     for (int i = 0; i < config.value_features / 2; ++i) sums_[i] = 0;
     const uint32 queries = tile_.loaded;
     const int row = 64 * tile_.consumer;
-    float logsumexp[2];
-    tile_.read_rows(logsumexp, 0, INFINITY);
+    RowLogarithm logarithms[2];
+    tile_.read_rows(logarithms);
     tile_.for_each_tile([&](uint32 keys, int first_key, bool masked) {
       float scores[Tile::kCount], moved[Tile::kCount];
       uint32 weights[Tile::kCount / 8][4];
@@ -105,7 +105,7 @@ class AttentionTangent {
       }
       warpgroup_fence_operand(scores);
       BiasFragment<T, config, false> bias(keys, row);
-      tile_.weigh(scores, weights, logsumexp, first_key, masked, bias, Unused());
+      tile_.weigh(scores, weights, logarithms, first_key, masked, bias, Unused());
       warpgroup_fence_operand(sums_);
       if constexpr (moving.value) {
         warpgroup_arrive();

@@ -56,6 +56,8 @@ struct AttentionConfig {
   bool listed;
   // Whether there is a bias whose tiles are staged in shared memory.
   bool biased;
+  // Whether the logsumexp of a row is two numbers: a base, and that of scores less the base.
+  bool based;
 
   static constexpr int threads(int rows) { return 2 * rows + 128; }
 };

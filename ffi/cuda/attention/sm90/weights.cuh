@@ -13,15 +13,22 @@
 
 namespace tilekern {
 
+// The logsumexp of a row's scores: a base, and in base 2 the logsumexp of scores less the base.
+// Equal scores of -1e9 have a logsumexp that rounds to -1e9, whatever their number is, so their
+// weights would be one. Without a base it is zero.
+struct RowLogarithm {
+  float base, log;
+};
+
 // Products in, P times the slope out; P goes to `weights` as lhs. A function of an accumulator's
-// index gives its logsumexp in base 2. `use(j, weight, partials)` is called with each weight and
-// the derivatives by the numbers. Places beyond the sequences are masked.
-template <typename T, class Functions, int kCount, class Places, class Bias, class Logsumexp,
+// index gives the RowLogarithm of its row. `use(j, weight, partials)` is called with each weight
+// and the derivatives by the numbers. Places beyond the sequences are masked.
+template <typename T, class Functions, int kCount, class Places, class Bias, class Logarithm,
           class Use>
 inline void weigh_again(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4],
                         const AttentionShape& shape, const Functions& functions, int batch,
                         int head, bool masked, const Places& places, Bias& bias,
-                        const Logsumexp& logsumexp, const Use& use) {
+                        const Logarithm& logarithm, const Use& use) {
   const auto weigh = [&](auto is_masked) {
 #pragma unroll
     for (int j = 0; j < kCount; j += 2) {
@@ -36,7 +43,9 @@ inline void weigh_again(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4
           functions.derivative(score, batch, head, at, score, slope, partials);
           slope *= Functions::kSlope;
         }
-        float weight = exp2_approximate(score * (Functions::kOuter * kLog2E) - logsumexp(j + of));
+        const RowLogarithm row = logarithm(j + of);
+        float weight =
+            exp2_approximate((score - row.base) * (Functions::kOuter * kLog2E) - row.log);
         if constexpr (decltype(is_masked)::value) {
           const ScoreIndices at = places.at(j + of);
           bool visible = at.query < shape.queries && at.key < shape.keys;
@@ -60,16 +69,35 @@ inline void weigh_again(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4
   }
 }
 
-// Reads the statistics of a thread's two rows of accumulators, the first of which is `query`;
-// `beyond` is that of rows that have none.
-inline void read_statistics(float (&values)[2], const float* statistics,
+// Reads an array of statistics at a thread's two rows of accumulators, the first of which is
+// `query`; `beyond` is what rows have that are none.
+template <typename Statistic>
+inline void read_statistics(Statistic (&values)[2], const Statistic* statistics,
                             const AttentionShape& shape, int batch, int head, int query,
-                            float beyond) {
+                            Statistic beyond) {
   const int padded = (shape.queries + 63) / 64 * 64;
-  const float* own = statistics + (static_cast<int64>(batch) * shape.heads + head) * padded;
+  const Statistic* own = statistics + (static_cast<int64>(batch) * shape.heads + head) * padded;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     values[r] = query + 8 * r < padded ? own[query + 8 * r] : beyond;
+  }
+}
+
+// The same of logarithms, which are the first statistics: each with its base, if rows have one.
+template <bool kBased>
+inline void read_logarithms(RowLogarithm (&values)[2], const float* statistics,
+                            const AttentionShape& shape, int batch, int head, int query) {
+  if constexpr (kBased) {
+    float2 found[2];
+    read_statistics(found, reinterpret_cast<const float2*>(statistics), shape, batch, head, query,
+                    float2{0, INFINITY});
+#pragma unroll
+    for (int r = 0; r < 2; ++r) values[r] = {found[r].x, found[r].y};
+  } else {
+    float found[2];
+    read_statistics(found, statistics, shape, batch, head, query, INFINITY);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) values[r] = {0, found[r]};
   }
 }
 
