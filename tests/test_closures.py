@@ -1,6 +1,8 @@
 """Functions of elements that read values of the program: values and gradients on every mesh."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from numerics import random
 from sharded import AUTO, EXPLICIT, mesh_of, put
 
 import jax_tilekern as jtk
+from jax_tilekern.epilogue.scalar_function import trace_scalars
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -266,6 +269,24 @@ def test_equal_variables_are_one_program():
     first = len(traces)
     jtk.matmul(ONE, ONE, epilogue=f)
     assert len(traces) == first
+
+
+@pytest.mark.parametrize("f", [jnp.tanh, jax.nn.silu], ids=["elementary", "jitted"])
+def test_what_is_traced_does_not_keep_a_model(f):
+    """Caches keep what is traced of a function, and not the objects that the function reads."""
+
+    class Model:
+        scale = 2.0
+
+    def traced():
+        model = Model()
+        return weakref.ref(model), trace_scalars(lambda y: f(y) * model.scale, *2 * [ONE.dtype], ())
+
+    model, kept = traced()
+    gc.collect()
+    assert model() is None
+    x = jnp.float32(1.5)
+    np.testing.assert_allclose(kept.function(x), [2 * f(x)], rtol=1e-6)
 
 
 def test_functions_that_call_each_other():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -156,6 +157,11 @@ def test_errors_name_the_real_file(device_code: Path) -> None:
     with pytest.raises(CompileError) as caught:
         compile_source('#include "bad.cuh"\n', ["k"], arch="sm_90a")
     assert f"{path}(3): error" in caught.value.log
+
+
+def test_errors_travel_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(CompileError("the message", "the log")))
+    assert (type(error), str(error), error.log) == (CompileError, "the message", "the log")
 
 
 def test_kernels_of_the_package(device_code: Path, compilations: list[str]) -> None:

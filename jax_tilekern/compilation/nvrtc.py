@@ -41,8 +41,13 @@ class CompileError(RuntimeError):
     """
 
     def __init__(self, message: str, log: str) -> None:
-        super().__init__(message)
+        # An exception is pickled as its arguments, and processes of a pool return theirs so.
+        super().__init__(message, log)
         self.log = log
+
+    def __str__(self) -> str:
+        message: str = self.args[0]
+        return message
 
 
 @dataclass(frozen=True)

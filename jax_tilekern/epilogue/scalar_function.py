@@ -329,6 +329,9 @@ def trace_scalars(
             count = len(converted.in_avals)
             traced = converted
             python = functools.partial(evaluate_without_names, converted.jaxpr, count)
+    elif _is_elementary(traced.jaxpr):
+        # Caches keep the result. The user's function may hold a model, with all of its arrays.
+        python = functools.partial(evaluate_without_names, traced.jaxpr, len(avals))
     reductions = tuple(reductions[i] for i in order)
     rounded = tuple(
         product if dtype == accumulator and not isinstance(kind, str) else dtype
@@ -353,6 +356,14 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     except ValueError:  # It has no signature.
         return True
     return True
+
+
+def _is_elementary(jaxpr: compat.Jaxpr) -> bool:
+    """Whether nothing but jitted functions, which are inlined, has a jaxpr of its own inside."""
+    return all(
+        all(map(_is_elementary, inner)) if compat.is_plain_jit(eqn) else not inner
+        for eqn, inner in ((eqn, compat.jaxprs_of(eqn)) for eqn in jaxpr.eqns)
+    )
 
 
 def _has_typed_functions(jaxpr: compat.Jaxpr) -> bool:
