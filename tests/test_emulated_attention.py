@@ -121,6 +121,49 @@ CASES = [
 ]
 
 
+@pytest.fixture(params=[True, False])
+def is_compiled(request, monkeypatch):
+    """Whether kernels are compiled; the operations run without them, too."""
+    if not request.param:
+        monkeypatch.setattr(kernel_lowering, "planned_kernel", lambda *_: Fallback("no compiler"))
+    return request.param
+
+
+def gradients(function, options, m, where_empty=0):
+    """The gradients by an array that a score function reads, and by the operands."""
+
+    def of(x, query, key, value, d_out, d_residual):
+        def attention(x, query, key, value):
+            score_mod = lambda *scalars: function(*scalars, x)  # noqa: E731
+            return m.attention(
+                query, key, value, score_mod=score_mod, return_residual=True, **options
+            )
+
+        (_, residual), back = jax.vjp(attention, x, query, key, value)
+        # A query that sees no key has no derivative, whatever this cotangent is.
+        cotangent = jnp.where(jnp.isneginf(residual), where_empty, d_residual)
+        return back((d_out, cotangent.astype(residual.dtype)))
+
+    return of
+
+
+def operands_and_cotangents(keys):
+    """Two heads of queries on one of keys, and cotangents of the result and of the logsumexp."""
+    shapes = (2, 150, 2, 64), (2, keys, 1, 64), (2, keys, 1, 72), (2, 150, 2, 72)
+    return *(draw(*x, dtype=BF16) for x in shapes), draw(2, 150, 2, dtype=np.float32)
+
+
+def emulated_and_exact(ours, exact, operands, sms=2, **mode):
+    """The results of a function, those of another in float64, and the kernels that ran."""
+    # An SM has several tiles.
+    with emulated_gpu(dataclasses.replace(H100, sm_count=sms), **mode) as ran:
+        found = jax.tree.map(np.asarray, jax.jit(ours)(*operands))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), operands)
+        expected = jax.jit(exact)(*wide)
+    return found, expected, {plan.name.split()[0] for plan in ran}
+
+
 @needs_emulator
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_values_and_derivatives(name, mode):
@@ -132,15 +175,11 @@ def test_values_and_derivatives(name, mode):
     def of(m):
         return everything(lambda *x: m.attention(*x, return_residual=True, **options))
 
-    # One SM has several tiles of queries.
-    with emulated_gpu(dataclasses.replace(H100, sm_count=1), **MODES.get(mode, {})) as ran:
-        found = jax.tree.map(np.asarray, jax.jit(of(jtk))(operands, d_out, dots))
-    names = [plan.name.split()[0] for plan in ran]
-    assert {"attention", "attention_gradient"} <= set(names)
+    found, expected, names = emulated_and_exact(
+        of(jtk), of(ORACLES), (operands, d_out, dots), sms=1, **MODES.get(mode, {})
+    )
+    assert {"attention", "attention_gradient"} <= names
     assert ("attention_tangent" in names) == (max(h, d) <= 128)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (operands, d_out, dots))
-        expected = jax.jit(of(ORACLES))(*wide)
     # Weights, gradients of scores and results are rounded to the type, each by half a unit at most.
     assert max(relative_errors(found, expected)) <= 3 * float(jnp.finfo(dtype).eps) / 2
 
@@ -167,12 +206,9 @@ OTHERS = set(BIASES) - {"whole", "of keys"}
     "name",
     [pytest.param(x, marks=[pytest.mark.thorough] if x in OTHERS else []) for x in BIASES],
 )
-@pytest.mark.parametrize("is_compiled", [True, False])
 def test_gradient_of_a_bias(name, is_compiled, monkeypatch):
     # Chunks of two tiles, and one of the last.
     monkeypatch.setattr(problems, "_MOST_CHUNKS", 2)
-    if not is_compiled:
-        monkeypatch.setattr(kernel_lowering, "planned_kernel", lambda *_: Fallback("no compiler"))
     (b, t, s, n, k, h, d), shape, bias_dtype, mode, options = BIASES[name]
     dtype = F16 if bias_dtype == F16 else BF16
     shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d), (b, t, n, d)
@@ -184,13 +220,10 @@ def test_gradient_of_a_bias(name, is_compiled, monkeypatch):
 
         return gradient
 
-    # Two SMs have several tiles of the bias each.
-    with emulated_gpu(dataclasses.replace(H100, sm_count=2), **MODES.get(mode, {})) as ran:
-        found = jax.tree.map(np.asarray, jax.jit(of(jtk))(*operands))
-    names = [plan.name.split()[0] for plan in ran]
+    found, expected, names = emulated_and_exact(
+        of(jtk), of(ORACLES), operands, **MODES.get(mode, {})
+    )
     assert ("attention_bias_gradient" in names) == is_compiled
-    with jax.enable_x64(True):
-        expected = jax.jit(of(ORACLES))(*(np.asarray(x, np.float64) for x in operands))
     # The result of attention, of which the kernel reads a sum, and the gradient are rounded.
     assert found[0].dtype == bias_dtype
     assert max(relative_errors(found, expected)) <= 3 * float(jnp.finfo(dtype).eps) / 2
@@ -211,37 +244,14 @@ NUMBERS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.thorough] * (x == "a cap")) for x in NUMBERS]
 )
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_gradients_by_arrays_of_the_batch_and_heads(name, is_compiled, monkeypatch):
-    if not is_compiled:
-        monkeypatch.setattr(kernel_lowering, "planned_kernel", lambda *_: Fallback("no compiler"))
+def test_gradients_by_arrays_of_the_batch_and_heads(name, is_compiled):
     function, options = NUMBERS[name]
-    shapes = (2, 150, 2, 64), (2, 140, 1, 64), (2, 140, 1, 72), (2, 150, 2, 72)
-    *operands, d_out = (draw(*x, dtype=BF16) for x in shapes)
-    d_residual = draw(2, 150, 2, dtype=np.float32)
-
-    def of(m, where_empty):
-        def gradients(x, query, key, value, d_out, d_residual):
-            def attention(x, query, key, value):
-                score_mod = lambda *scalars: function(*scalars, x)  # noqa: E731
-                return m.attention(
-                    query, key, value, score_mod=score_mod, return_residual=True, **options
-                )
-
-            (_, residual), back = jax.vjp(attention, x, query, key, value)
-            # A query that sees no key has no derivative, whatever this cotangent is.
-            cotangent = jnp.where(jnp.isneginf(residual), where_empty, d_residual)
-            return back((d_out, cotangent.astype(residual.dtype)))
-
-        return gradients
-
-    given = jnp.asarray(SLOPES), *operands, d_out, d_residual
-    with emulated_gpu(dataclasses.replace(H100, sm_count=2), late=("reads", "writes")) as ran:
-        found = jax.tree.map(np.asarray, jax.jit(of(jtk, jnp.inf))(*given))
-    assert ("attention_gradient" in [plan.name.split()[0] for plan in ran]) == is_compiled
-    with jax.enable_x64(True):
-        wide = [np.asarray(x, np.float64) for x in given]
-        of_array, *expected = jax.jit(of(ORACLES, 0))(*wide)
+    operands = jnp.asarray(SLOPES), *operands_and_cotangents(140)
+    found, (of_array, *expected), names = emulated_and_exact(
+        gradients(function, options, jtk, jnp.inf), gradients(function, options, ORACLES),
+        operands, late=("reads", "writes"),
+    )  # fmt: skip
+    assert ("attention_gradient" in names) == is_compiled
     # The sums by the array are in float32, of terms that cancel to some hundredths.
     assert max(relative_errors(found[:1], [of_array])) <= 1e-4
     assert max(relative_errors(found[1:], expected)) <= 3 * float(jnp.finfo(BF16).eps) / 2
@@ -268,39 +278,17 @@ DIFFERENCES = {
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.thorough] * (x == "buckets")) for x in DIFFERENCES]
 )
-@pytest.mark.parametrize("is_compiled", [True, False])
 def test_gradients_by_arrays_of_differences(name, is_compiled, monkeypatch):
-    if not is_compiled:
-        monkeypatch.setattr(kernel_lowering, "planned_kernel", lambda *_: Fallback("no compiler"))
-    else:
+    if is_compiled:
         monkeypatch.setattr(kernel_lowering.blocks, "backward", None)
     # Several chunks of differences.
     monkeypatch.setattr("jax_tilekern.ops.attention.score_numbers._MOST_ELEMENTS", 100 * TABLE.size)
     function, table_dtype, mode, options = DIFFERENCES[name]
-    shapes = (2, 150, 2, 64), (2, 240, 1, 64), (2, 240, 1, 72), (2, 150, 2, 72)
-    *operands, d_out = (draw(*x, dtype=BF16) for x in shapes)
-    d_residual = draw(2, 150, 2, dtype=np.float32)
-
-    def of(m):
-        def gradients(x, query, key, value, d_out, d_residual):
-            def attention(x, query, key, value):
-                score_mod = lambda *scalars: function(*scalars, x)  # noqa: E731
-                return m.attention(
-                    query, key, value, score_mod=score_mod, return_residual=True, **options
-                )
-
-            (_, residual), back = jax.vjp(attention, x, query, key, value)
-            cotangent = jnp.where(jnp.isneginf(residual), 0, d_residual)
-            return back((d_out, cotangent.astype(residual.dtype)))
-
-        return gradients
-
-    given = jnp.asarray(TABLE, table_dtype), *operands, d_out, d_residual
-    with emulated_gpu(dataclasses.replace(H100, sm_count=2), **MODES.get(mode, {})) as ran:
-        found = jax.tree.map(np.asarray, jax.jit(of(jtk))(*given))
-    assert ("attention_gradient" in [plan.name.split()[0] for plan in ran]) == is_compiled
-    with jax.enable_x64(True):
-        expected = jax.jit(of(ORACLES))(*(np.asarray(x, np.float64) for x in given))
+    operands = jnp.asarray(TABLE, table_dtype), *operands_and_cotangents(240)
+    found, expected, names = emulated_and_exact(
+        *(gradients(function, options, m) for m in (jtk, ORACLES)), operands, **MODES.get(mode, {})
+    )
+    assert ("attention_gradient" in names) == is_compiled
     # The result of attention, of which the kernel reads a sum, is rounded.
     assert max(relative_errors(found, expected)) <= 3 * float(jnp.finfo(BF16).eps) / 2
 
