@@ -90,3 +90,16 @@ def test_functions_read_arrays_that_vary_over_devices(check_vma):
     xs = draw(2, 5, 8, 4), draw(2, 6, 8, 4), draw(2, 6, 8, 4), draw(8)
     found, expected = both(mapped)(*xs), both(f)(*xs)
     assert_close(jax.tree.leaves(found), jax.tree.leaves(expected), 1e-4)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+def test_a_function_serves_meshes_of_several_sizes():
+    x = jnp.ones((2, 6, 2, 4))
+
+    def attend(x):
+        return jtk.attention(x, x, x, mask_mod=lambda b, h, q, k: q - 1 <= k)
+
+    for size in (1, 2, 3):
+        mesh = jax.make_mesh((size,), ("s",), axis_types=(AUTO,), devices=devices()[:size])
+        rows = P(None, "s")
+        assert jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)(x).shape == x.shape

@@ -465,7 +465,10 @@ def eval_jaxpr_by(
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
 
     def value(atom: Any) -> Any:
-        return atom.val if is_literal(atom) else values[atom]
+        if not is_literal(atom):
+            return values[atom]
+        # The type of an array keeps the mesh where it was asked for; a view has none yet.
+        return atom.val.view() if isinstance(atom.val, np.ndarray) else atom.val
 
     for eqn in jaxpr.eqns:
         results = equation(eqn, [value(x) for x in eqn.invars])
