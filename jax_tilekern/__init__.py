@@ -29,6 +29,7 @@ from jax_tilekern.ops.arrays.add import add
 from jax_tilekern.ops.arrays.sum import sum
 from jax_tilekern.ops.arrays.transpose import transpose
 from jax_tilekern.ops.attention.attention import attention
+from jax_tilekern.ops.attention.ring import ring_attention
 from jax_tilekern.ops.convolution.causal_conv1d import causal_conv1d
 from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
 from jax_tilekern.ops.cuda_kernel.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
@@ -139,6 +140,7 @@ __all__ = [
     "quantize_weights",
     "ragged_dot",
     "ragged_dot_general",
+    "ring_attention",
     "route",
     "row_logsumexp",
     "row_max",

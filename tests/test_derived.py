@@ -345,6 +345,7 @@ _IN_SHARD_MAP = {
     "kernel, branch": "JAX's own cond fails",
     "all_gather_matmul": "an axis of a vmap inside of a shard_map",
     "matmul_reduce_scatter": "an axis of a vmap inside of a shard_map",
+    "ring_attention": "an axis of a vmap inside of a shard_map",
 }
 _IN_FLOAT32 = dict.fromkeys(
     (
@@ -373,6 +374,7 @@ FAILS = {
     "jvp": {"fp8_dot_general": "has the derivatives of reverse mode alone"},
     "x64 inside": {
         **_IN_FLOAT32,
+        "ring_attention": "JAX's own transpose of ppermute along the axis of a vmap",
         **dict.fromkeys(
             (
                 "linalg.det",
@@ -450,7 +452,14 @@ def skip_what_has_no_such_program(name, how, arrays):
 # results. The oracles of these are other functions; their results are of float64, as those of
 # lax.ragged_dot.
 OTHER_TYPES = (
-    *("attention", "segment_reduce", "segment_plan", "row_", "linear_cross_entropy"),
+    *(
+        "attention",
+        "ring_attention",
+        "segment_reduce",
+        "segment_plan",
+        "row_",
+        "linear_cross_entropy",
+    ),
     "ragged_dot",
 )
 # JAX's own functions; the oracles of others are other algorithms.

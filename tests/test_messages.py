@@ -244,6 +244,10 @@ CALLS = {
         (lambda f: f(X, None), "requires ndarray or scalar .*NoneType'> at position 1"),
         (lambda f: f(X, X, state=[X]), "list'> as state"),
     ],
+    "ring_attention": [
+        (lambda f: f(X, None, X, "i"), "NoneType'> as key"),
+        (lambda f: f(X, X, X, "i", bias=X), "unexpected keyword argument 'bias'"),
+    ],
     "kernel": [(lambda f: f(3), "a function, not 3")],
     "fuse": [(lambda f: f(3), "a function, got int")],
     "explain": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -57,29 +58,75 @@ def attention(draw: Draw, name: str) -> Call:
         return m.attention(query, key, value, score_mod=score_mod, **options)
 
     def errors(result: Any, *arrays: Any) -> Any:
-        own = [wide(x) for x in arrays]
-        query, key, _, other = own
-        with jax.enable_x64(True):
-            exact = [x.astype(np.float64) for x in own]
-            expected = np.asarray(call(ORACLES, *exact))
-            # The largest weights of the values: those of a softmax are at most as large.
-            exact[2] = np.abs(exact[2])
-            size = np.asarray(call(ORACLES, *exact))
-        u = unit(dtype)
-        share = (features + 8) * u + operand_rounding([dtype], options.get("precision"))
-        repeated = np.repeat(np.abs(key), group, 2)
-        products = np.einsum("btnh,bsnh->bnts", np.abs(query), repeated) / np.sqrt(features)
-        added = np.abs(other).max(initial=0) * (max(queries, keys) if has_function else 1)
-        # Errors of a score, twice: the normalisation has them, too.
-        of_score = 2 * (share * products.max(initial=0) + 8 * u * (added + 5))
-        # Weights and values of 16 bits are rounded on a GPU.
-        of_sum = (keys + 16) * u + operand_rounding([dtype], options.get("precision"))
-        of_sum += 2 * UNIT_ROUNDOFF[dtype] if dtype in NARROW else 0
-        return [compared(result, expected, (np.expm1(of_score) + of_sum) * size)]
+        added = np.abs(wide(arrays[3])).max(initial=0)
+        added *= max(queries, keys) if has_function else 1
+        return [_compared(call, result, arrays, dtype, options.get("precision"), added)]
 
     return Call(
         name,
         f"{group=}, {text_of(options)}",
+        operands,
+        call,
+        errors,
+        is_plain=False,
+    )
+
+
+def _compared(
+    call: Any, result: Any, arrays: Any, dtype: Any, precision: Any, added: float, parts: int = 1
+) -> Any:
+    """Compare a result, merged of those of ``parts``, with at most ``added`` to the products."""
+    own = [wide(x) for x in arrays]
+    query, key = own[:2]
+    *_, heads, features = query.shape
+    keys, key_heads = parts * key.shape[-3], key.shape[-2]
+    with jax.enable_x64(True):
+        exact = [x.astype(np.float64) for x in own]
+        expected = np.asarray(call(ORACLES, *exact))
+        # The largest weights of the values: those of a softmax are at most as large.
+        exact[2] = np.abs(exact[2])
+        size = np.asarray(call(ORACLES, *exact))
+    u = unit(dtype)
+    share = (features + 8) * u + operand_rounding([dtype], precision)
+    repeated = np.repeat(np.abs(key), heads // key_heads, -2)
+    of_parts = (x.reshape(parts, *x.shape[-4:]) for x in (np.abs(query), repeated))
+    products = np.einsum("ibtnh,jbsnh->ijbnts", *of_parts) / np.sqrt(features)
+    largest = products.max(initial=0)
+    # Errors of a score, twice: the normalisation has them, too.
+    of_score = 2 * (share * largest + 8 * u * (added + 5))
+    # Weights of parts are exponentials of rounded logarithms.
+    of_score += 4 * (parts - 1) * u * (largest + added + 5 + np.log(max(1, keys)))
+    # Weights and values of 16 bits are rounded on a GPU, and so are results of parts.
+    of_sum = (keys + 16 * parts) * u + operand_rounding([dtype], precision)
+    of_sum += (2 + (parts > 1)) * UNIT_ROUNDOFF[dtype] if dtype in NARROW else 0
+    return compared(result, expected, (np.expm1(of_score) + of_sum) * size)
+
+
+def ring_attention(draw: Draw, name: str) -> Call:
+    """Draw parts of a sequence, and which keys a query sees."""
+    dtype, axis = draw.type(F32, BF16, F16, F64), draw.one(1, 2, 4)
+    batch, queries, keys = draw.size(3), draw.size(40), draw.size(40)
+    key_heads, group, features = draw.one(1, 2), draw.one(1, 1, 3), max(1, draw.size(40))
+    operands = tuple(
+        draw.operand((axis, batch, length, heads, features), dtype)
+        for length, heads in ((queries, key_heads * group), (keys, key_heads), (keys, key_heads))
+    )
+    options = draw.options(operands, element_type=False)
+    if draw.chance(0.4):
+        options["is_causal"] = True
+    if draw.chance(0.3):
+        options["local_window_size"] = draw.one(1, 5, 40), draw.one(0, 3)
+
+    def call(m: Any, *operands: Any) -> Any:
+        part = functools.partial(m.ring_attention, axis_name="i", **options)
+        return jax.vmap(part, axis_name="i")(*operands)
+
+    def errors(result: Any, *arrays: Any) -> Any:
+        return [_compared(call, result, arrays, dtype, options.get("precision"), 0, axis)]
+
+    return Call(
+        name,
+        f"{axis} devices, {group=}, {text_of(options)}",
         operands,
         call,
         errors,
@@ -102,4 +149,7 @@ def _masks(draw: Draw, batch: int, queries: int, keys: int) -> dict[str, Any]:
     return options
 
 
-DESCRIPTIONS = describe(attention, "attention", "attention, score function")
+DESCRIPTIONS = [
+    *describe(attention, "attention", "attention, score function"),
+    *describe(ring_attention, "ring_attention", derivatives=1),
+]

@@ -116,6 +116,15 @@ def _attention(
     return out, residual.transpose(0, 2, 1)
 
 
+def _ring_attention(query: Any, key: Any, value: Any, axis_name: str, **options: Any) -> Any:
+    """Attention of the whole sequence, of which a device has its queries."""
+    whole = (lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (query, key, value))
+    count = query.shape[1]
+    return lax.dynamic_slice_in_dim(
+        _attention(*whole, **options), lax.axis_index(axis_name) * count, count, 1
+    )
+
+
 def _masked_products(lhs: Any, rhs: Any, sizes: Any, **options: Any) -> Any:
     """Choose among products by the matrix of each group, because others' may have NaN."""
     out = jax.eval_shape(functools.partial(lax.ragged_dot, **options), lhs, rhs, sizes)
@@ -413,6 +422,7 @@ ORACLES = SimpleNamespace(
         "quantize_weights": _quantize_weights,
         "ragged_dot": functools.partial(_ragged_dot, _masked_products),
         "ragged_dot_general": _ragged_dot_general,
+        "ring_attention": _ring_attention,
         "route": _route,
         "row_logsumexp": functools.partial(jax.nn.logsumexp, axis=-1),
         "row_max": functools.partial(jnp.max, axis=-1),

@@ -26,6 +26,7 @@ class _CustomRules(Generic[R]):
         functools.update_wrapper(self, function)
         self._function, self._options = function, options
         self._rules: Sequence[Callable[..., Any]] = ()
+        self._rule_options: dict[str, Any] = {}
         self._by_settings: dict[Settings, Callable[..., R]] = {}
 
     def __call__(self, *args: Any) -> R:
@@ -34,7 +35,7 @@ class _CustomRules(Generic[R]):
         if settings not in self._by_settings:
             function = type(self)._transformation(self._function, **self._options)
             rules = (_under(settings, rule) for rule in self._rules)
-            getattr(function, self._method)(*rules)
+            getattr(function, self._method)(*rules, **self._rule_options)
             self._by_settings[settings] = function
         return self._by_settings[settings](*args)
 
@@ -55,9 +56,11 @@ class custom_vjp(_CustomRules[R]):
 
     _transformation, _method = jax.custom_vjp, "defvjp"
 
-    def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-        """Set the rules."""
-        self._rules = forward, backward
+    def defvjp(
+        self, forward: Callable[..., Any], backward: Callable[..., Any], **options: Any
+    ) -> None:
+        """Set the rules, with the options of JAX's method."""
+        self._rules, self._rule_options = (forward, backward), options
 
 
 def _under(settings: Settings, rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -130,7 +130,22 @@ def attention(
     given = required | compat.given(**dict(zip(_ARRAYS[3:], optional, strict=True)))
     compat.check_arraylike("attention", **given)
     arrays = {name: jnp.asarray(x) for name, x in given.items()}
-    _check(arrays)
+    check(arrays)
+    scores, read = described(
+        arrays, scale=scale, is_causal=is_causal, local_window_size=local_window_size,
+        score_mod=score_mod, mask_mod=mask_mod, precision=precision,
+    )  # fmt: skip
+    first = [arrays[name] for name in _ARRAYS[:3]]
+    out, residual = _attention(first[0], first[1], first[2], read, scores=scores)
+    return (out, residual) if return_residual else out
+
+
+def described(
+    arrays: dict[str, Array], *, scale: float | None, is_causal: bool,
+    local_window_size: int | tuple[int, int] | None, score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None, precision: lax.PrecisionLike,
+) -> tuple[Scores, list[Array]]:  # fmt: skip
+    """Return the description of a call, and the arrays that scores and masks read."""
     features = arrays["query"].shape[-1]
     if scale is None and not isinstance(features, int):
         raise TypeError(
@@ -158,10 +173,7 @@ def attention(
             precision=compat.canonicalize_precision(precision),
         )
     )
-    read = scores.in_order(named, of_score, of_mask)
-    first = [arrays[name] for name in _ARRAYS[:3]]
-    out, residual = _attention(first[0], first[1], first[2], read, scores=scores)
-    return (out, residual) if return_residual else out
+    return scores, scores.in_order(named, of_score, of_mask)
 
 
 @compat.cached(max_size=MOST_FUNCTIONS)
@@ -197,7 +209,8 @@ def _window(size: Any) -> tuple[int, int] | None:
     return min(before, _LARGEST_WINDOW), min(after, _LARGEST_WINDOW)
 
 
-def _check(arrays: dict[str, Array]) -> None:
+def check(arrays: dict[str, Array]) -> None:
+    """Raise the error about operands whose types or shapes do not go together."""
     query, key, value = (arrays[name] for name in _ARRAYS[:3])
     types = ", ".join(f"{name} {x.dtype}{[*x.shape]}" for name, x in arrays.items())
     for name in _ARRAYS[:3]:
