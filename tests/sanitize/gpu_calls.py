@@ -41,4 +41,4 @@ def check_calls(name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(sum(map(check_calls, sys.argv[1:])))
+    sys.exit(sum(map(check_calls, sys.argv[1:])) > 0)

@@ -256,4 +256,4 @@ CHECKS = {
 PARTS = list(CHECKS)
 
 if __name__ == "__main__":
-    sys.exit(sum(CHECKS[name]() for name in sys.argv[1:] or CHECKS))
+    sys.exit(sum(CHECKS[name]() for name in sys.argv[1:] or CHECKS) > 0)

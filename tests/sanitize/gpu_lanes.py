@@ -97,4 +97,4 @@ def check_lanes(threads: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(sum(check_lanes(int(x)) for x in sys.argv[1:]))
+    sys.exit(sum(check_lanes(int(x)) for x in sys.argv[1:]) > 0)

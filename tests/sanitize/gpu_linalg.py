@@ -124,4 +124,4 @@ def check_matrices(dtype: np.dtype[Any], sizes: Sequence[int]) -> int:
 if __name__ == "__main__":
     with jax.enable_x64(True), jtk.policy("kernels"):
         chosen = tuple(map(int, sys.argv[2:])) or SIZES
-        sys.exit(check_matrices(np.dtype(sys.argv[1]), chosen))
+        sys.exit(check_matrices(np.dtype(sys.argv[1]), chosen) > 0)

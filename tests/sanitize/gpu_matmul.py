@@ -181,4 +181,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--planted", choices=["memcheck", "racecheck"])
     planted = parser.parse_args().planted
-    sys.exit(run_planted(planted) if planted else check_products() + check_complex_products())
+    failed = run_planted(planted) if planted else check_products() + check_complex_products()
+    sys.exit(failed > 0)
