@@ -181,5 +181,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--planted", choices=["memcheck", "racecheck"])
     planted = parser.parse_args().planted
-    failed = run_planted(planted) if planted else check_products() + check_complex_products()
-    sys.exit(failed > 0)
+    if planted:
+        run_planted(planted)
+    else:
+        sys.exit(check_products() + check_complex_products() > 0)
