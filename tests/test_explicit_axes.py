@@ -66,6 +66,26 @@ def test_operands_of_an_epilogue_are_split_alike_or_refused():
     assert "Sharding" in error.type.__name__
 
 
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_convolution_of_mapped_sequences(rng, has_state, is_split):
+    """A state without the axis, and the zeros that stand for none, are repeated along it."""
+    mesh = mesh_of((EXPLICIT, EXPLICIT))
+    x, weights, state = (rng.standard_normal(shape) for shape in ((4, 3, 7, 6), (4, 6), (3, 3, 6)))
+    given = {"state": state} if has_state else {}
+
+    def loss(x, weights, given):
+        results = jax.vmap(lambda x: jtk.causal_conv1d(x, weights, **given))(x)
+        return sum((y**2).sum() for y in jax.tree.leaves(results))
+
+    wanted = jax.grad(loss, (0, 1, 2))(x, weights, given)
+    with jax.set_mesh(mesh):
+        x = put(mesh, x, P("d") if is_split else P())
+        given = {name: put(mesh, each, P()) for name, each in given.items()}
+        found = jax.jit(jax.grad(loss, (0, 1, 2)))(x, weights, given)
+    assert_close(jax.tree.leaves(found), jax.tree.leaves(wanted), 1e-4)
+
+
 # Batches of matrices, which JAX refuses. What follows them, and the leading dimensions' sharding.
 
 

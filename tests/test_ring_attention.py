@@ -199,9 +199,9 @@ def test_blocks_are_permuted_and_memory_is_that_of_a_part(around):
     (four, _), (eight, permutes) = found[4], found[8]
     # A block of keys has 4 KiB.
     assert eight - four < 1024
-    # A policy that saves results saves the value's journey.
+    # A policy that saves results saves the value's journey. XLA of jaxlib 0.10 merges the two.
     plain = len(collectives(compiled(8, gradient(ring(8, is_causal=True)))))
-    assert (permutes > plain) == (around == "remat")
+    assert (permutes > plain) == (around == "remat" and jax.__version_info__ >= (0, 11))
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,10 @@ def of_one_array(draw: Draw, name: str) -> Call:
     (operand,) = draw.operands(f"{labels}->", draw.moved_sizes(labels, 1 << 16), [dtype])
     length = operand.shape[axis]
 
+    # The same function in each call.
+    def combine(x, y):
+        return x + y + x * y
+
     def errors(result, x):
         def products(x):
             with np.errstate(all="ignore"):
@@ -209,7 +213,7 @@ def of_one_array(draw: Draw, name: str) -> Call:
         name,
         f"{axis=}, {reverse=}",
         (operand,),
-        lambda m, x: m.associative_scan(lambda x, y: x + y + x * y, x, reverse, axis),
+        lambda m, x: m.associative_scan(combine, x, reverse, axis),
         errors,
         is_plain=False,
     )

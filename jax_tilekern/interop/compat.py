@@ -107,6 +107,7 @@ __all__ = [
     "register_dead_code",
     "register_nan_check",
     "remat_case",
+    "repeated",
     "result_type",
     "scan_parts",
     "sharding_under_vmap",
@@ -716,6 +717,11 @@ def register_batching(primitive: Any, rule: Callable[..., Any]) -> None:
 def sharding_under_vmap(axis_data: Any, sharding: Any, dim: int) -> Any:
     """Return the sharding of a result that has the mapped axis at ``dim`` as well."""
     return None if sharding is None else _batching.get_sharding_for_vmap(axis_data, sharding, dim)
+
+
+def repeated(axis_data: Any, x: Any, dim: int) -> Any:
+    """Return an array that every element of a mapped axis has, with the axis at ``dim``."""
+    return _batching.broadcast(x, axis_data.size, dim, axis_data.explicit_mesh_axis)
 
 
 def one_element_axis(axis_data: Any) -> Any:

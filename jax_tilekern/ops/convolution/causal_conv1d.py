@@ -222,45 +222,53 @@ def _transposed_tangent(cotangent: Array, *operands: Any, **params: Any) -> _Arr
 
 
 def _batch(
-    _: Any, operands: _Arrays, dims: Sequence[int | None], **params: Any
+    axis_data: Any, operands: _Arrays, dims: Sequence[int | None], **params: Any
 ) -> tuple[Array, int]:
     sequences, filters = slice(0, 2), slice(2, 4)
     if any(dim is not None for dim in dims[filters]):
-        (result,), (dim,) = _batched_channels(_as_list(_convolve), operands, dims, params)
+        function = _as_list(_convolve)
+        (result,), (dim,) = _batched_channels(axis_data, function, operands, dims, params)
         return result, dim
-    moved = _mapped(operands[sequences], dims[sequences], 0)
+    moved = _mapped(axis_data, operands[sequences], dims[sequences], 0)
     folded = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in moved)
     out = _convolve(*folded, *operands[filters], **params)
     return out.reshape(moved[0].shape), 0
 
 
-def _batch_tangent(_: Any, operands: _Arrays, dims: Any, **params: Any) -> tuple[Array, int]:
-    (result,), (dim,) = _batched_channels(_as_list(_tangent_of), operands, dims, params)
+def _batch_tangent(
+    axis_data: Any, operands: _Arrays, dims: Any, **params: Any
+) -> tuple[Array, int]:
+    function = _as_list(_tangent_of)
+    (result,), (dim,) = _batched_channels(axis_data, function, operands, dims, params)
     return result, dim
 
 
-def _batch_gradient(_: Any, operands: _Arrays, dims: Any, **params: Any) -> tuple[Any, Any]:
-    return _batched_channels(_gradient_of, operands, dims, params)
+def _batch_gradient(
+    axis_data: Any, operands: _Arrays, dims: Any, **params: Any
+) -> tuple[_Arrays, list[int]]:
+    return _batched_channels(axis_data, _gradient_of, operands, dims, params)
 
 
-def _mapped(operands: _Arrays, dims: Sequence[int | None], place: int) -> list[Array]:
+def _mapped(
+    axis_data: Any, operands: _Arrays, dims: Sequence[int | None], place: int
+) -> list[Array]:
     """Put the mapped axis at a place, counted from the end if it is negative."""
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    moved = []
-    for x, dim in zip(operands, dims, strict=True):
-        if dim is None:
-            at = place if place >= 0 else x.ndim + 1 + place
-            x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], size, *x.shape[at:]))
-            moved.append(x)
-        else:
-            moved.append(jnp.moveaxis(x, dim, place))
-    return moved
+    return [
+        compat.repeated(axis_data, x, place if place >= 0 else x.ndim + 1 + place)
+        if dim is None
+        else jnp.moveaxis(x, dim, place)
+        for x, dim in zip(operands, dims, strict=True)
+    ]
 
 
 def _batched_channels(
-    function: Callable[..., _Arrays], operands: _Arrays, dims: Any, params: Any
+    axis_data: Any,
+    function: Callable[..., _Arrays],
+    operands: _Arrays,
+    dims: Any,
+    params: Any,
 ) -> tuple[list[Array], list[int]]:
-    moved = _mapped(operands, dims, -2)
+    moved = _mapped(axis_data, operands, dims, -2)
     both = moved[0].shape[-2:]
     channels = math.prod(both)
     results = function(*(x.reshape(*x.shape[:-2], channels) for x in moved), **params)
