@@ -141,9 +141,9 @@ def _statistics(call: Call, problem: Attention) -> Array:
 
     if not problem.has_bases:
         log, bases = logsumexp(log, *bases), []
-    rows = [padded(jnp.where(is_empty, np.float32(np.inf), log) * _LOG2_E, np.inf)]
+    log2 = padded(jnp.where(is_empty, np.float32(np.inf), log) * _LOG2_E, np.inf)
     # A kernel reads both numbers of a row at once.
-    rows = [jnp.stack([*(padded(x, 0) for x in bases), *rows], -1)]
+    rows = [jnp.stack([*(padded(x, 0) for x in bases), log2], -1)]
     if call.kind == "backward":
         out, (d_out, d_lse) = call.operands[3], call.cotangents
         # A row without keys has no derivative, whatever the cotangent of its infinite logarithm is.
@@ -151,7 +151,8 @@ def _statistics(call: Call, problem: Attention) -> Array:
         products = out.astype(np.float32) * d_out.astype(np.float32)
         deltas = products.sum(-1).transpose(0, 2, 1) - d_lse
         rows += [padded(deltas, 0), padded(d_lse, 0)]
-    return jnp.concatenate([x.reshape(-1) for x in rows])
+    # Of one shape, so that XLA fuses the transpose.
+    return jnp.concatenate([x.reshape(-1, *log2.shape) for x in rows]).reshape(-1)
 
 
 # The primitive.
