@@ -151,7 +151,7 @@ def _statistics(call: Call, problem: Attention) -> Array:
         products = out.astype(np.float32) * d_out.astype(np.float32)
         deltas = products.sum(-1).transpose(0, 2, 1) - d_lse
         rows += [padded(deltas, 0), padded(d_lse, 0)]
-    # Of one shape, so that XLA fuses the transpose.
+    # XLA fuses the transpose where all have one shape.
     return jnp.concatenate([x.reshape(-1, *log2.shape) for x in rows]).reshape(-1)
 
 
