@@ -37,6 +37,11 @@ def of_rows(s, b, h, q, k):
     return (s + jnp.where(q % 3 == 0, -1e9, jnp.where((q % 3 == 1) & (k % 2 == 0), 1e9, 0))) * 1.5
 
 
+def of_heads(s, b, h, q, k):
+    """Scores whose maxima have rounded products, and those of the second head also larger ones."""
+    return s + jnp.where((h == 1) & (q % 3 == 1), 8e5, 7e5)
+
+
 # The type of operands, a bias, options, a mode, and whether the gradient of the bias is a kernel's.
 CALLS = {
     "a staged bias": (BF16, hidden(-1e9, BF16), {}, None, True),
@@ -49,11 +54,14 @@ CALLS = {
     ),
     "a bias of keys": (BF16, hidden(-1e30, np.float32, (B, 1, 1, S)), {}, "backwards", True),
     "a function": (BF16, None, {"score_mod": of_rows}, "held", False),
+    "a function of rounded products": (F16, None, {"score_mod": of_heads}, "late", False),
     "a function of a bias": (
         BF16, hidden(-1e9, BF16), {"score_mod": of_rows, "is_causal": True}, "late", True,
     ),
 }  # fmt: skip
-DEFAULT = {"a staged bias", "a bias of float32", "a function"}
+DEFAULT = {
+    "a staged bias", "a bias of float32", "a function", "a function of rounded products",
+}  # fmt: skip
 
 
 def rounded(score_mod):

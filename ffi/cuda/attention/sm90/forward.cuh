@@ -37,6 +37,8 @@ class AttentionForward {
   static constexpr bool kScore = Functions::kScore || config.biased;
   static constexpr int kCount = config.keys / 2;
   static_assert(!config.based || (kScore && Functions::kOuter == 1));
+  // A rounded product of a maximum and the rate differs from the exact one by 2**-4 at most.
+  static constexpr float kLargestProduct = 1 << 20;
 
  public:
   AttentionForward(const AttentionShape& shape, const Functions& functions, const int32* counts,
@@ -135,6 +137,7 @@ class AttentionForward {
     for (int r = 0; r < 2; ++r) {
       maxima_[r] = Functions::kIsUpToOne ? 0 : -INFINITY;
       totals_[r] = 0;
+      roundings_[r] = 0;
     }
     if (work.list.count() == 0) return;
     queries_.wait(of_queries);
@@ -243,6 +246,9 @@ class AttentionForward {
       }
     };
     // Weights are powers of two of the scores less the maximum, times this.
+    // One FMA computes the exponent, less the rounding of the maximum's product. Rows that have a
+    // base take that rounding from their logarithm, and other exponents have it added. Beyond
+    // `kLargestProduct` the difference comes first.
     const float rate = kScore ? Functions::kOuter * kLog2E : shape_.scale * kLog2E;
     if constexpr (Functions::kIsUpToOne) {
 #pragma unroll
@@ -253,11 +259,8 @@ class AttentionForward {
     } else {
       hide(-INFINITY);
       const auto larger = [](float x, float y) { return fmaxf(x, y); };
-      float bases[2];
-      // The difference of large scores is exact, and that of rounded products with the rate is not.
-      const auto weight = [&](float score, int r) {
-        return exp2_approximate(config.based ? (score - bases[r]) * rate : score * rate - bases[r]);
-      };
+      float bases[2], products[2];
+      bool has_small_products = true;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float maximum = maxima_[r];
@@ -267,13 +270,32 @@ class AttentionForward {
         }
         maximum = reduced_over_row(maximum, larger);
         // Before the first visible key, weights are zero.
-        bases[r] = maximum == -INFINITY ? 0 : maximum * (config.based ? 1 : rate);
-        factors[r] = weight(maxima_[r], r);
+        bases[r] = maximum == -INFINITY ? 0 : maximum;
+        products[r] = bases[r] * rate;
+        if constexpr (config.based) {
+          const bool is_small = fabsf(products[r]) <= kLargestProduct;
+          const float rounding = is_small ? fmaf(bases[r], rate, -products[r]) : 0;
+          factors[r] =
+              exp2_approximate((maxima_[r] - bases[r]) * rate + (rounding - roundings_[r]));
+          roundings_[r] = rounding;
+          has_small_products = has_small_products && is_small;
+        } else {
+          factors[r] = exp2_approximate(fmaf(maxima_[r], rate, -products[r]));
+        }
         maxima_[r] = maximum;
         totals_[r] *= factors[r];
       }
+      const auto weigh = [&](const auto& exponent) {
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) scores[j] = weight(scores[j], j >> 1 & 1);
+        for (int j = 0; j < kCount; ++j) {
+          scores[j] = exp2_approximate(exponent(scores[j], j >> 1 & 1));
+        }
+      };
+      if (!config.based || __all_sync(~0u, has_small_products)) {
+        weigh([&](float score, int r) { return fmaf(score, rate, -products[r]); });
+      } else {
+        weigh([&](float score, int r) { return fmaf(score - bases[r], rate, roundings_[r]); });
+      }
     }
 #pragma unroll
     for (int j = 0; j < kCount; ++j) totals_[j >> 1 & 1] += scores[j];
@@ -296,7 +318,7 @@ class AttentionForward {
         float base = total == 0 ? 0 : maxima_[r] * (kScore ? Functions::kOuter : shape_.scale);
         if constexpr (config.based) {
           bases[own] = base;
-          base = 0;
+          base = -roundings_[r] * kLn2;
         }
         logsumexp[own] = total == 0 ? -INFINITY : base + logf(total);
       }
@@ -316,7 +338,7 @@ class AttentionForward {
   BiasRing biases_;
   AccumulatorPlace place_;
   float sums_[config.value_features / 2];
-  float maxima_[2], totals_[2];
+  float maxima_[2], totals_[2], roundings_[2];
 };
 
 template <typename T, AttentionConfig config, class Functions, typename... Operands>
