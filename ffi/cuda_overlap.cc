@@ -90,13 +90,15 @@ class OverlappedProduct {
             member_, execution.patience) {}
 
   std::string Run() {
-    const uint64_t lhs_parts = x_.scatters ? x_.size * x_.parts : x_.parts;
-    const uint64_t out_parts = x_.scatters ? x_.parts : x_.size * x_.parts;
-    lhs_bytes_ = PartOf(x_.lhs, lhs_parts);
-    out_bytes_ = PartOf(x_.out, out_parts);
+    uint64_t rows = 0;
+    for (uint64_t of_part : x_.rows) first_.push_back(rows), rows += of_part;
+    first_.push_back(rows);
+    lhs_bytes_ = BytesOfRow(x_.lhs, x_.scatters ? x_.size * rows : rows);
+    out_bytes_ = BytesOfRow(x_.out, x_.scatters ? rows : x_.size * rows);
     const uint64_t others = x_.scatters ? x_.size - 1 : x_.size;
-    Require(x_.receive, others * x_.parts * (x_.scatters ? out_bytes_ : lhs_bytes_));
-    if (x_.scatters) Require(x_.send, others * x_.parts * out_bytes_);
+    Require(x_.receive, others * rows * (x_.scatters ? out_bytes_ : lhs_bytes_));
+    if (x_.scatters) Require(x_.send, others * rows * out_bytes_);
+    if (x_.addend) Require(*x_.addend, x_.size * rows * out_bytes_);
 
     offer_ = {buffers_[x_.receive].address, Record(stream_)};
     if (problem_.empty()) meeting_.Open(offer_);
@@ -111,8 +113,8 @@ class OverlappedProduct {
  private:
   // Multiplies this device's own shard, then those of the others in the order in which they come.
   void Gather() {
-    for (uint64_t part = 0; part < x_.parts; ++part) {
-      Multiply(Address(x_.lhs, part * lhs_bytes_), member_ * x_.parts + part);
+    for (size_t part = 0; part < Parts(); ++part) {
+      Multiply(part, Address(x_.lhs, first_[part] * lhs_bytes_), Row(member_, part));
     }
     std::vector<Offer> offers = Offers();
     Wait(copies_.stream(), offer_.free);
@@ -120,24 +122,24 @@ class OverlappedProduct {
     for (uint64_t distance = 1; distance < offers.size(); ++distance) {
       const size_t to = (member_ + distance) % x_.size;
       Wait(copies_.stream(), offers[to].free);
-      for (uint64_t part = 0; part < x_.parts; ++part) {
-        Copy(offers[to].memory + (member_ * x_.parts + part) * lhs_bytes_,
-             Address(x_.lhs, part * lhs_bytes_), lhs_bytes_);
+      for (size_t part = 0; part < Parts(); ++part) {
+        Copy(offers[to].memory + Row(member_, part) * lhs_bytes_,
+             Address(x_.lhs, first_[part] * lhs_bytes_), x_.rows[part] * lhs_bytes_);
         sent[to].push_back(Record(copies_.stream()));
       }
     }
     if (!offers.empty()) meeting_.Send(std::move(sent));
     if (x_.keeps) {
-      const uint64_t shard = x_.parts * lhs_bytes_;
+      const uint64_t shard = first_.back() * lhs_bytes_;
       Copy(Address(x_.receive, member_ * shard), Address(x_.lhs, 0), shard);
     }
     for (uint64_t distance = 1; distance < x_.size; ++distance) {
       const size_t from = (member_ + x_.size - distance) % x_.size;
-      const std::vector<SharedEvent> arrived = Parts(from);
-      for (uint64_t part = 0; part < arrived.size(); ++part) {
+      const std::vector<SharedEvent> arrived = PartsOf(from);
+      for (size_t part = 0; part < arrived.size(); ++part) {
         Wait(stream_, arrived[part]);
-        const uint64_t place = from * x_.parts + part;
-        Multiply(Address(x_.receive, place * lhs_bytes_), place);
+        const uint64_t row = Row(from, part);
+        Multiply(part, Address(x_.receive, row * lhs_bytes_), row);
       }
     }
   }
@@ -147,10 +149,10 @@ class OverlappedProduct {
     std::vector<SharedEvent> computed;
     for (uint64_t distance = 1; distance < x_.size; ++distance) {
       const uint64_t owner = (member_ + distance) % x_.size;
-      for (uint64_t part = 0; part < x_.parts; ++part) {
-        const uint64_t slot = (distance - 1) * x_.parts + part;
-        Launch(0, x_.term_launches, Address(x_.lhs, (owner * x_.parts + part) * lhs_bytes_),
-               Address(x_.send, slot * out_bytes_), 0);
+      for (size_t part = 0; part < Parts(); ++part) {
+        const uint64_t row = Row(owner, part), slot = Row(distance - 1, part);
+        Launch(part, part, Address(x_.lhs, row * lhs_bytes_), Address(x_.send, slot * out_bytes_),
+               row);
         computed.push_back(Record(stream_));
       }
     }
@@ -159,34 +161,40 @@ class OverlappedProduct {
     for (uint64_t distance = 1; distance < offers.size(); ++distance) {
       const size_t owner = (member_ + distance) % x_.size;
       Wait(copies_.stream(), offers[owner].free);
-      for (uint64_t part = 0; part < x_.parts; ++part) {
-        const uint64_t slot = (distance - 1) * x_.parts + part;
-        Wait(copies_.stream(), computed[slot]);
+      for (size_t part = 0; part < Parts(); ++part) {
+        const uint64_t slot = Row(distance - 1, part);
+        Wait(copies_.stream(), computed[(distance - 1) * Parts() + part]);
         Copy(offers[owner].memory + slot * out_bytes_, Address(x_.send, slot * out_bytes_),
-             out_bytes_);
+             x_.rows[part] * out_bytes_);
         sent[owner].push_back(Record(copies_.stream()));
       }
     }
     if (!offers.empty()) meeting_.Send(std::move(sent));
     std::vector<std::vector<SharedEvent>> arrived;
     for (uint64_t distance = 1; distance < x_.size; ++distance) {
-      arrived.push_back(Parts((member_ + x_.size - distance) % x_.size));
+      arrived.push_back(PartsOf((member_ + x_.size - distance) % x_.size));
     }
-    for (uint64_t part = 0; part < x_.parts && problem_.empty(); ++part) {
+    for (size_t part = 0; part < Parts() && problem_.empty(); ++part) {
       for (const auto& of_sender : arrived) Wait(stream_, of_sender[part]);
-      Launch(x_.term_launches, functions_.size(),
-             Address(x_.lhs, (member_ * x_.parts + part) * lhs_bytes_),
-             Address(x_.out, part * out_bytes_), part * out_bytes_);
+      const uint64_t row = Row(member_, part);
+      Launch(Parts() + part, part, Address(x_.lhs, row * lhs_bytes_),
+             Address(x_.out, first_[part] * out_bytes_), row);
     }
   }
 
-  uint64_t PartOf(uint32_t buffer, uint64_t parts) {
+  size_t Parts() const { return x_.rows.size(); }
+
+  // Returns the row with which a part of a device's rows begins, where devices' rows follow each
+  // other.
+  uint64_t Row(uint64_t device, size_t part) const { return device * first_.back() + first_[part]; }
+
+  uint64_t BytesOfRow(uint32_t buffer, uint64_t rows) {
     const uint64_t bytes = buffers_[buffer].bytes;
-    if (bytes % parts != 0) {
+    if (bytes % rows != 0) {
       Fail("buffer " + std::to_string(buffer) + " of " + std::to_string(bytes) +
-           " bytes is not divisible into " + std::to_string(parts) + " parts");
+           " bytes is not divisible into " + std::to_string(rows) + " rows");
     }
-    return bytes / parts;
+    return bytes / rows;
   }
 
   void Require(uint32_t buffer, uint64_t bytes) {
@@ -205,28 +213,38 @@ class OverlappedProduct {
     return offers;
   }
 
-  std::vector<SharedEvent> Parts(size_t sender) {
+  std::vector<SharedEvent> PartsOf(size_t sender) {
     std::vector<SharedEvent> events;
     if (problem_.empty()) Fail(meeting_.AwaitParts(sender, events));
     return events;
   }
 
-  // Multiplies a part of `lhs` by all launches; `place` is where its rows are in the result.
-  void Multiply(char* lhs, uint64_t place) {
-    Launch(0, functions_.size(), lhs, Address(x_.out, place * out_bytes_), 0);
+  // Multiplies a part of `lhs`, whose rows are in the result from `row` on.
+  void Multiply(size_t part, char* lhs, uint64_t row) {
+    Launch(part, part, lhs, Address(x_.out, row * out_bytes_), row);
   }
 
-  // Runs launches whose buffers `lhs` and `out` are parts, and `receive` begins at an offset.
-  void Launch(size_t first, size_t last, char* lhs, char* out, uint64_t received_from) {
+  // Runs a group of launches whose buffers `lhs` and `out` are a part, which begins with `row` of
+  // all devices' rows. What others send begins where this part does.
+  void Launch(size_t group, size_t part, char* lhs, char* out, uint64_t row) {
     if (!problem_.empty()) return;
     std::vector<DeviceBuffer> buffers = buffers_;
-    buffers[x_.receive].address += received_from;
-    buffers[x_.receive].bytes -= received_from;
-    buffers[x_.lhs].address = lhs;
-    buffers[x_.lhs].bytes = lhs_bytes_;
-    buffers[x_.out].address = out;
-    buffers[x_.out].bytes = out_bytes_;
-    Fail(RunLaunches(driver_, plan_, first, last, functions_, context_, stream_, buffers));
+    const auto replace = [&](uint32_t buffer, char* address, uint64_t bytes) {
+      buffers[buffer].address = address;
+      buffers[buffer].bytes = bytes;
+    };
+    replace(x_.lhs, lhs, x_.rows[part] * lhs_bytes_);
+    replace(x_.out, out, x_.rows[part] * out_bytes_);
+    if (x_.scatters) {
+      const uint64_t offset = first_[part] * out_bytes_;
+      replace(x_.receive, Address(x_.receive, offset), buffers_[x_.receive].bytes - offset);
+    }
+    if (x_.addend) {
+      replace(*x_.addend, Address(*x_.addend, row * out_bytes_), x_.rows[part] * out_bytes_);
+    }
+    const size_t begin = group == 0 ? 0 : x_.ends[group - 1];
+    Fail(
+        RunLaunches(driver_, plan_, begin, x_.ends[group], functions_, context_, stream_, buffers));
   }
 
   void Copy(char* to, const char* from, uint64_t bytes) {
@@ -268,7 +286,8 @@ class OverlappedProduct {
   const size_t member_;
   Meeting meeting_;
   Offer offer_;
-  uint64_t lhs_bytes_ = 0, out_bytes_ = 0;
+  std::vector<uint64_t> first_;             // row of each part, and the number of rows
+  uint64_t lhs_bytes_ = 0, out_bytes_ = 0;  // of a row
   std::string problem_;
 };
 

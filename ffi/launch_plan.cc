@@ -1,5 +1,6 @@
 #include "launch_plan.h"
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -8,6 +9,9 @@ namespace tilekern {
 namespace {
 
 namespace ffi = xla::ffi;
+
+// Rows of all devices. A number of bytes for each of them fits in 64 bits.
+constexpr uint64_t kMostRows = uint64_t{1} << 40;
 
 // Reads attributes and records the first error, with the path to its attribute.
 class Reader {
@@ -164,10 +168,10 @@ Launch ReadLaunch(Reader& reader, size_t cubins, size_t buffers) {
 }
 
 Exchange ReadExchange(Reader& reader, const LaunchPlan& plan) {
-  const auto positive = [&](const char* name) {
+  const auto positive = [&](const char* name) -> uint64_t {
     const auto number = reader.Number<uint64_t>(name);
     if (number == 0) reader.Fail(name, "is 0");
-    return number;
+    return std::max<uint64_t>(number, 1);
   };
   const auto buffer = [&](const char* name) {
     const auto number = reader.Number<uint32_t>(name);
@@ -181,15 +185,29 @@ Exchange ReadExchange(Reader& reader, const LaunchPlan& plan) {
   exchange.axis = reader.Text("axis");
   exchange.size = positive("size");
   exchange.stride = positive("stride");
-  exchange.parts = positive("parts");
+  exchange.rows = reader.Numbers<uint64_t>("rows");
+  if (exchange.rows.empty()) reader.Fail("rows", "there is no part");
+  uint64_t rows = 0;
+  for (uint64_t of_part : exchange.rows) {
+    if (of_part == 0 || of_part > kMostRows / exchange.size - rows) {
+      reader.Fail("rows", std::to_string(of_part) + " is out of range");
+      break;
+    }
+    rows += of_part;
+  }
   exchange.lhs = buffer("lhs");
   exchange.device = buffer("device");
   exchange.out = buffer("out");
   exchange.receive = buffer("receive");
   exchange.send = buffer("send");
-  exchange.term_launches = reader.Number<uint64_t>("term_launches");
-  if (exchange.term_launches > plan.launches.size()) {
-    reader.Fail("term_launches", "there are only " + std::to_string(plan.launches.size()));
+  if (reader.Has("addend")) exchange.addend = buffer("addend");
+  exchange.ends = reader.Numbers<uint64_t>("ends");
+  const size_t groups = exchange.rows.size() * (exchange.scatters ? 2 : 1);
+  if (exchange.ends.empty() || exchange.ends.size() != groups ||
+      exchange.ends.back() != plan.launches.size() ||
+      !std::is_sorted(exchange.ends.begin(), exchange.ends.end())) {
+    reader.Fail("ends", "does not divide " + std::to_string(plan.launches.size()) +
+                            " launches among " + std::to_string(groups));
   }
   exchange.keeps = reader.Number<unsigned>("keeps") != 0;
   return exchange;

@@ -62,13 +62,16 @@ struct Exchange {
   bool scatters;
   std::string axis;
   uint64_t size,
-      stride;      // devices along the axis, and the distance between two neighbours' numbers
-  uint64_t parts;  // of the rows of a device
+      stride;  // devices along the axis, and the distance between two neighbours' numbers
+  std::vector<uint64_t> rows;  // of each part of a device's rows
   // Buffers: what is multiplied, the number of the device, the result, and the rows or terms of the
-  // other devices. A scatter computes the terms for others in `send`.
+  // other devices. A scatter computes the terms for others in `send`, and reads `addend`, a further
+  // term of all rows, if there is one.
   uint32_t lhs, device, out, receive, send;
-  // Launches for a term of another device; the others compute a part of this device's result.
-  uint64_t term_launches;
+  std::optional<uint32_t> addend;
+  // Where the launches of each part end: those of a gather multiply a part; those of a scatter
+  // compute a term for another device or, after these, a part of this device's result.
+  std::vector<uint64_t> ends;
   bool keeps;  // whether a gather completes `receive` by this device's own rows
 };
 

@@ -334,6 +334,29 @@ def test_a_product_with_an_epilogue_reads_rows_that_another_one_gathers(partitio
     assert program.as_text().count(OVERLAPPED) == 2
 
 
+def test_the_gradient_of_rows_of_several_products_is_one_scatter(partitioned_anew):
+    """Gate and up share a gather, their cotangents of the rows a scatter; both are hidden."""
+    partitioned_anew.setattr(overlap, "why_no_exchange", lambda: "")
+    mesh, rows, columns = mesh_of((2,), ("x",)), P("x"), P(None, "x")
+    specs = (rows, columns, columns, rows)
+
+    def layer(x, gate, up, down):
+        opened, hidden = jtk.all_gather_matmul(x, [gate, up], "x")
+        return jtk.matmul_reduce_scatter(jax.nn.silu(opened) * hidden, down, "x")
+
+    def with_gradients(x, gate, up, down, cotangent):
+        forward = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=rows)
+        y, transpose = jax.vjp(forward, x, gate, up, down)
+        return y, transpose(cotangent)
+
+    x, up, down = array(8192, 4096), array(4096, 8192), array(8192, 4096)
+    program = compiled(
+        with_gradients, x, up, up, down, x, mesh=mesh, specs=(*specs, rows), out=(rows, specs)
+    )
+    assert collectives(program) == []
+    assert program.as_text().count(OVERLAPPED) == 4
+
+
 OVERLAPPED = 'custom_call_target="jax_tilekern_cuda_launch_overlapped"'
 SCHEMES = {
     "tensor": ((2,), (P("m"), P(None, "m"), P("m")), P(None, "m"), []),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
 
 import emulated_gpu
 import emulated_plans
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import soak
 from jax import lax, shard_map
 from jax._src.lib import xla_client
 from jax.sharding import AxisType, NamedSharding
@@ -24,6 +27,7 @@ import jax_tilekern as jtk
 from benchmarks import sharded as sharded_programs
 from jax_tilekern.interop import ffi
 from jax_tilekern.ops import planned_kernel
+from jax_tilekern.ops.products import overlapped
 from jax_tilekern.partitioning import call, xla
 from jax_tilekern.partitioning.mesh import hlo_sharding, spec_of
 from jax_tilekern.partitioning.sharing import Sharing
@@ -367,9 +371,12 @@ def test_the_plan_of_a_scatter(two):
             ),
             operands=2,
         )
-    plan = overlap.scatter_plan(term, total, 0, [0, 1], axis, 2, 1 << 20)
-    assert plan.exchange.term_launches == len(term.launches)
-    assert len(plan.launches) == len(term.launches) + len(total.launches)
+    part = overlap.PartOfScatter(512, term, total, [0, 1], [0, 1])
+    plan = overlap.scatter_plan([part] * 2, 0, None, axis, 2 << 20)
+    sizes = 2 * [len(term.launches)] + 2 * [len(total.launches)]
+    assert plan.exchange.rows == (512, 512)
+    assert plan.exchange.ends == tuple(itertools.accumulate(sizes))
+    assert len(plan.launches) == sum(sizes)
     assert len(plan.alignments) == 6
     used = [
         {getattr(p, "index", getattr(p, "buffer", None)) for p in launch.parameters} - {None}
@@ -519,7 +526,7 @@ def plans(two):
     with emulated_plans.record() as recorded:
         planned_kernel._plan_once.cache_clear()
 
-        def plan(function, specs, shapes):
+        def plan(function, specs, shapes, parts=2):
             found, launch = [], ffi.cuda_launch
 
             def spy(ctx, values, plan, **kwargs):
@@ -527,7 +534,7 @@ def plans(two):
                 return launch(ctx, values, plan, **kwargs)
 
             args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-            with pytest.MonkeyPatch.context() as patched, overlap.in_parts(2):
+            with pytest.MonkeyPatch.context() as patched, overlap.in_parts(parts):
                 patched.setattr(ffi, "cuda_launch", spy)
                 with jtk.gpu_target(emulated_gpu.SMALL_H100), jtk.policy("kernels"):
                     jitted = jax.jit(over(two, function, specs))
@@ -537,9 +544,10 @@ def plans(two):
         yield plan, recorded
 
 
-def run_launches(plan, recorded, launches, buffers, out):
-    """Run launches of a plan, given its buffers before the workspaces; ``out`` is a result."""
+def run_launches(plan, recorded, group, buffers, out):
+    """Run launches of a part, given the buffers before the workspaces; ``out`` is a result."""
     number = plan.exchange.out
+    first, last = [0, *plan.exchange.ends][group : group + 2]
     read = [x for i, x in enumerate(buffers) if i != number]
     places = [Buffer(i - (i > number)) for i in range(len(buffers))]
     places[number] = Buffer(len(read))
@@ -547,7 +555,7 @@ def run_launches(plan, recorded, launches, buffers, out):
     places += workspaces
     part = dataclasses.replace(
         plan,
-        launches=tuple(launch.placed(places) for launch in launches),
+        launches=tuple(launch.placed(places) for launch in plan.launches[first:last]),
         alignments=(16,) * len(buffers),
         exchange=None,
     )
@@ -568,35 +576,96 @@ def test_emulated_gather(plans, rng):
             part = x[rows * place : rows * (place + 1)]
             buffers = [own, own, np.uint32(0), None, x]
             buffers[exchange.lhs] = part
-            got = run_launches(found, recorded, found.launches, buffers, (rows, 64))
+            got = run_launches(found, recorded, place % 2, buffers, (rows, 64))
             np.testing.assert_array_equal(got, (part.astype(int) @ own.astype(int)))
 
 
 @needs_nvrtc
 @needs_emulator
-def test_emulated_scatter(plans, rng):
+@pytest.mark.parametrize("rows", [(64, 64), (32, 96)], ids=str)
+@pytest.mark.parametrize("is_sum", [False, True], ids=["product", "sum"])
+def test_emulated_scatter(plans, rng, monkeypatch, rows, is_sum):
     plan, recorded = plans
+    monkeypatch.setattr(overlap, "split_rows", lambda *_: rows)
+    monkeypatch.setattr(overlap, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(overlap, "_LEAST_HIDDEN", 0)
     x, w = (rng.integers(-1, 2, s).astype(BFLOAT16) for s in ((256, 128), (128, 64)))
-    found = plan(jtk.matmul_reduce_scatter, SCATTER, (x.shape, w.shape))
-    exchange, rows = found.exchange, 64
-    terms, total = np.split(np.arange(len(found.launches)), [exchange.term_launches])
+    # A device has a term of its own of all rows.
+    added = rng.integers(-1, 2, (2, 256, 64)).astype(BFLOAT16)
 
-    def run(device, place, launches, received):
+    def scattered(x, w, axis):
+        if not is_sum:
+            return jtk.matmul_reduce_scatter(x, w, axis)
+        params = {"contraction": PRODUCT, "precision": None, "out_dtype": BFLOAT16}
+        term = jnp.broadcast_to(w[0], (256, 64))
+        return overlapped._scattered_sum(x, w, term, axis=overlap.MeshAxis(axis, 2, 1), **params)
+
+    parts = 2 if len({*rows}) == 1 else None
+    found = plan(scattered, SCATTER, (x.shape, w.shape), parts)
+    exchange = found.exchange
+    assert exchange.rows == rows
+    assert len(exchange.ends) == 4
+    assert (exchange.addend is not None) == is_sum
+
+    def run(device, owner, part, group, received):
+        """Return what a device computes of a part of a device's rows."""
         columns = slice(64 * device, 64 * (device + 1))
-        buffers = [w[columns]] * 2 + [np.uint32(0), None, received, received]
-        buffers[exchange.lhs] = x[rows * place : rows * (place + 1), columns]
-        chosen = [found.launches[i] for i in launches]
-        return run_launches(found, recorded, chosen, buffers, (rows, 64))
+        first = sum(rows[:part])
+        own = slice(128 * owner + first, 128 * owner + first + rows[part])
+        buffers = [None] * (exchange.send + 1)
+        for i in range(exchange.device):
+            buffers[i] = w[columns]
+        buffers[exchange.lhs] = x[own, columns]
+        if is_sum:
+            buffers[exchange.addend] = added[device, own]
+        buffers[exchange.device] = np.uint32(0)
+        buffers[exchange.receive] = buffers[exchange.send] = received
+        return run_launches(found, recorded, group, buffers, (rows[part], 64))
 
-    wanted = x.astype(int) @ w.astype(int)
-    for device in range(2):
-        for part in range(2):
-            place = 2 * device + part
-            # What is left of the buffer of all parts, from this one on.
-            received = np.full((2 - part, rows, 64), np.nan, BFLOAT16)
-            received[0] = run(1 - device, place, terms, received * 0)
-            got = run(device, place, total, received)
-            np.testing.assert_array_equal(got, wanted[rows * place : rows * (place + 1)])
+    wanted = x.astype(int) @ w.astype(int) + is_sum * added.astype(int).sum(0)
+    for device, part in itertools.product(range(2), range(2)):
+        first = sum(rows[:part])
+        # What is left of the buffer of all parts, from this one on.
+        received = np.full((128 - first, 64), np.nan, BFLOAT16)
+        received[: rows[part]] = run(1 - device, device, part, part, received * 0)
+        got = run(device, device, part, 2 + part, received)
+        begin = 128 * device + first
+        np.testing.assert_array_equal(got, wanted[begin : begin + rows[part]])
+
+
+def test_parts_whose_rows_fill_waves():
+    """A scatter is divided where few SMs idle."""
+
+    def in_waves(tiles_of_128_rows):
+        return lambda rows: 100.0 * math.ceil(rows / 128 * tiles_of_128_rows / 132)
+
+    # Half of 4096 rows have 320 tiles, three waves; 13 and 19 of 32 rows of tiles have five waves.
+    for sent, tiles, best in ((40 << 20, 20, 500), (40 << 20, 132, 3200)):
+        us = in_waves(tiles)
+        rows = overlap.split_rows(4096, sent, us)
+        assert sum(rows) == 4096
+        assert sum(map(us, rows)) == best
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="tests/test_sharded_gpus.py has it")
+def test_the_soak_finds_differences(monkeypatch, capsys):
+    small = [
+        "--devices",
+        "2",
+        "--executions",
+        "6",
+        "--count",
+        "2",
+        "--tokens",
+        "16",
+        "--width",
+        "8",
+    ]
+    assert soak.main([*small, "--check-every", "2"]) == 0
+    assert "in each of 7 runs on 2 devices" in capsys.readouterr().out
+    monkeypatch.setattr(soak, "exact", lambda _, x, up, down: (x, (x, up, down)))
+    assert soak.main(small) == 1
+    assert "4 results differ" in capsys.readouterr().out
 
 
 def test_benchmark(monkeypatch):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import soak
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,6 +18,7 @@ from sharded import collectives
 from test_sharded_processes import free_port, output
 
 import jax_tilekern as jtk
+from jax_tilekern.plans import overlap
 from jax_tilekern.plans.overlap import in_parts
 
 pytestmark = pytest.mark.skipif(
@@ -239,6 +241,46 @@ def test_gradients_of_a_layer_gather_rows_once(rng, mesh):
         assert error <= 4 * 2.0**-8
 
 
+@pytest.mark.parametrize("parts", [1, 2, None], ids=str)
+def test_cotangents_of_several_products_are_one_scatter(rng, mesh, parts):
+    """Also in parts of rows that fill waves, where kernels are asked for."""
+    rows, columns, outputs = P("x"), P(None, "x"), [P(None, "x")] * 3
+    specs = (rows, *[columns] * 3)
+    shapes = ((8192, 1024), *[(1024, 2048)] * 3)
+    args = integers(rng, mesh, specs, shapes)
+    cotangents = [rng.integers(-1, 2, (8192, 2048)).astype(jnp.bfloat16) for _ in range(3)]
+
+    def program(f):
+        def run(x, a, b, c, cotangents):
+            return jax.vjp(f, x, a, b, c)[1](cotangents)
+
+        return jax.jit(run)
+
+    def along(x, *ws):
+        return jtk.all_gather_matmul(x, ws, "x")
+
+    ours = jax.shard_map(along, mesh=mesh, in_specs=specs, out_specs=outputs)
+    with in_parts(parts), jtk.policy("kernels"), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(overlap, "_LEAST_BYTES", 0)
+        patched.setattr(overlap, "_LEAST_HIDDEN", 0)
+        compiled = program(ours).lower(*args, cotangents).compile()
+    assert not collectives(compiled)
+    assert compiled.as_text().count(f'custom_call_target="{OVERLAPPED}"') == 2
+    theirs = program(lambda x, *ws: [jnp.matmul(x, w) for w in ws])
+    with jax.default_device(jax.devices("cpu")[0]):
+        wanted = jax.tree.map(
+            lambda x: np.asarray(x, np.float32),
+            theirs(*(np.asarray(x, np.float32) for x in args), [np.float32(x) for x in cotangents]),
+        )
+    found = [jax.tree.map(np.asarray, compiled(*args, cotangents)) for _ in range(3)]
+    for again in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0], again)
+    for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(wanted), strict=True):
+        # Roundings to bfloat16: of the sum of two products, of each device's term, and of the sum.
+        error = np.linalg.norm(np.asarray(x, np.float32) - y) / np.linalg.norm(y)
+        assert error <= 4 * 2.0**-9
+
+
 def test_overlapped_products_in_loops(rng, mesh):
     """A call is executed several times in one run."""
     x, w, v = integers(
@@ -288,6 +330,10 @@ def test_executions_in_flight(rng, mesh, name):
     results = [donating(x, w) for x in copies]
     for i, y in enumerate(results):
         np.testing.assert_array_equal(np.asarray(y), wanted[i // 3])
+
+
+def test_many_executions():
+    assert soak.main(["--executions", "2000", "--seconds", "20"]) == 0
 
 
 def test_one_process_for_each_gpu():

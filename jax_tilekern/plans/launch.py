@@ -430,7 +430,8 @@ class Exchange:
     # The number of devices along the axis, and the distance between two neighbours' numbers.
     size: int
     stride: int
-    parts: int  # Parts of a device's rows, which are sent one after the other.
+    # The number of rows of each part of a device's rows. Parts are sent one after the other.
+    rows: tuple[int, ...]
     # Buffers: the matrix, the number of the device, the result, and what comes from the other
     # devices. A scatter computes terms for the others in ``send``.
     lhs: int
@@ -438,14 +439,22 @@ class Exchange:
     out: int
     receive: int
     send: int
-    # The plan's first launches, which compute a term for another device. The others compute a part
-    # of the device's own rows.
-    term_launches: int
-    keeps: bool  # whether a gather completes receive by the device's own shard
+    # Where the launches of each part end, among those of the plan: of a gather, those that multiply
+    # a part; of a scatter, those that compute a term for another device, of each part, and then
+    # those that compute a part of the device's own rows.
+    ends: tuple[int, ...]
+    keeps: bool = False  # whether a gather completes receive by the device's own shard
+    # A buffer that has a further term of all rows of a scatter, if there is one.
+    addend: int | None = None
 
     def attributes(self) -> dict[str, Any]:
-        fields = dataclasses.asdict(self)
-        return {name: int(x) if isinstance(x, bool) else x for name, x in fields.items()}
+        attributes: dict[str, Any] = {}
+        for name, x in vars(self).items():
+            if isinstance(x, tuple):
+                attributes[name] = np.array(x, np.int64)
+            elif x is not None:
+                attributes[name] = int(x) if isinstance(x, bool) else x
+        return attributes
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +43,9 @@ _MOST_DEVICES = 2
 _LEAST_BYTES = 16 << 20
 # Copies and tensor maps begin at multiples of this many bytes.
 _ALIGNMENT = 128
+# Rows are divided between tiles, at one of so many places.
+_TILE_ROWS = 128
+_MOST_SPLITS = 16
 
 _parts: Setting[int | None] = Setting("parts of overlapped products", None, is_traced=True)
 
@@ -111,6 +116,29 @@ def parts_of_rows(
     return parts
 
 
+def split_rows(rows: int, sent: int, product_us: Callable[[int], float]) -> tuple[int, int]:
+    """Return the rows of the two parts of a scatter to one device that are predicted to end first.
+
+    ``product_us`` predicts the product of so many rows. Kernels have waves of tiles, and the last
+    one of a part may be small, so that equal parts are seldom the fastest.
+    """
+    predicted = functools.cache(product_us)
+    link_us = sent / _LINK_BYTES / rows
+
+    def end(first: int) -> float:
+        """Return when both parts of the device's own rows are computed."""
+        second = rows - first
+        terms = predicted(first) + predicted(second)
+        first_comes = predicted(first) + link_us * first
+        second_comes = max(terms, first_comes) + link_us * second
+        own = max(terms, first_comes) + predicted(first)
+        return max(own, second_comes) + predicted(second)
+
+    step = _TILE_ROWS * max(1, rows // (_MOST_SPLITS * _TILE_ROWS))
+    first = min([rows // 2, *range(step, rows, step)], key=end)
+    return first, rows - first
+
+
 def _not_measured(axis: MeshAxis, dtype: np.dtype[Any]) -> str:
     """Return why the default policy does not know that an overlapped product is faster."""
     try:
@@ -132,77 +160,104 @@ def why_no_exchange() -> str:
 
 
 def gather_plan(
-    part: LaunchPlan, lhs: int, axis: MeshAxis, parts: int, *, keeps: bool
+    part: LaunchPlan, lhs: int, axis: MeshAxis, rows: Sequence[int], *, keeps: bool
 ) -> LaunchPlan:
     """Return the plan of a product whose ``lhs`` is gathered, given that of a part of it.
 
     Its buffers are the operands of ``part``, the number of the device, the result and the gathered
-    array. See :class:`~jax_tilekern.plans.launch.Exchange`.
+    array. Parts have equal numbers of rows. See :class:`~jax_tilekern.plans.launch.Exchange`.
     """
     n = len(part.alignments) - 1
-    launches, workspaces = _placed([part], [[*map(Buffer, range(n)), Buffer(n + 1)]], n + 3)
+    plans, buffers = [part] * len(rows), [[*map(Buffer, range(n)), Buffer(n + 1)]] * len(rows)
+    launches, ends, workspaces = _placed(plans, buffers, n + 3)
     *operands, out = part.alignments
     return dataclasses.replace(
         part,
         launches=launches,
         alignments=(*operands, 4, out, _ALIGNMENT),
         workspace_bytes=workspaces,
-        reason=_reason(part, f"rows gathered over {axis.name}", parts),
+        reason=_reason(part, f"rows gathered over {axis.name}", rows),
         exchange=Exchange(
-            False, axis.name, axis.size, axis.stride, parts, lhs,
-            device=n, out=n + 1, receive=n + 2, send=n + 2, term_launches=0, keeps=keeps,
+            False, axis.name, axis.size, axis.stride, tuple(rows), lhs,
+            device=n, out=n + 1, receive=n + 2, send=n + 2, ends=ends, keeps=keeps,
         ),
     )  # fmt: skip
+
+
+class PartOfScatter(NamedTuple):
+    """The products of a part of the rows of a scatter.
+
+    Attributes
+    ----------
+    rows
+        How many these are.
+    term, total
+        The plan of a term, and of one to which an epilogue adds the terms of the other devices.
+    term_reads, total_reads
+        Which array each operand of the plans is, but for the terms of the other devices.
+    """
+
+    rows: int
+    term: LaunchPlan
+    total: LaunchPlan
+    term_reads: Sequence[int]
+    total_reads: Sequence[int]
 
 
 def scatter_plan(
-    term: LaunchPlan,
-    total: LaunchPlan,
+    parts: Sequence[PartOfScatter],
     lhs: int,
-    read: Sequence[int],
+    addend: int | None,
     axis: MeshAxis,
-    parts: int,
-    part_bytes: int,
+    shard_bytes: int,
 ) -> LaunchPlan:
     """Return the plan of a product whose terms are scattered.
 
-    ``term`` is the plan of the product of a part of ``lhs``, and ``total`` that of such a product
-    to which an epilogue adds the terms of the other devices; ``read`` has the operand of ``term``
-    for each operand of ``total`` before the terms. The buffers are the operands of ``term``, the
-    number of the device, the result, the terms of the other devices and the terms for them.
+    The buffers are the arrays that the products read, the number of the device, the result, the
+    terms of the other devices and the terms for them. A device sends ``shard_bytes`` to another
+    one.
     """
-    n = len(term.alignments) - 1
-    terms = [Buffer(n + 2, i * parts * part_bytes) for i in range(axis.size - 1)]
-    term_buffers = [*map(Buffer, range(n)), Buffer(n + 1)]
-    total_buffers = [*map(Buffer, read), *terms, Buffer(n + 1)]
-    launches, workspaces = _placed([term, total], [term_buffers, total_buffers], n + 4)
-    alignments = list(term.alignments[:n])
-    for i, alignment in zip(read, total.alignments, strict=False):
-        alignments[i] = max(alignments[i], alignment)
+    alignments: dict[int, int] = {}
+    for part in parts:
+        for plan, reads in ((part.term, part.term_reads), (part.total, part.total_reads)):
+            for i, alignment in zip(reads, plan.alignments, strict=False):
+                alignments[i] = max(alignments.get(i, 1), alignment)
+    n = 1 + max(alignments)
+    terms = [Buffer(n + 2, i * shard_bytes) for i in range(axis.size - 1)]
+    plans = [part.term for part in parts] + [part.total for part in parts]
+    buffers = [[*map(Buffer, part.term_reads), Buffer(n + 1)] for part in parts]
+    buffers += [[*map(Buffer, part.total_reads), *terms, Buffer(n + 1)] for part in parts]
+    launches, ends, workspaces = _placed(plans, buffers, n + 4)
+    rows = tuple(part.rows for part in parts)
     return dataclasses.replace(
-        term,
+        plans[0],
         launches=launches,
-        alignments=(*alignments, 4, *3 * [_ALIGNMENT]),
+        alignments=(*(alignments[i] for i in range(n)), 4, *3 * [_ALIGNMENT]),
         workspace_bytes=workspaces,
-        reason=_reason(term, f"terms scattered over {axis.name}", parts),
+        reason=_reason(plans[0], f"terms scattered over {axis.name}", rows),
         exchange=Exchange(
-            True, axis.name, axis.size, axis.stride, parts, lhs,
-            device=n, out=n + 1, receive=n + 2, send=n + 3,
-            term_launches=len(term.launches), keeps=False,
+            True, axis.name, axis.size, axis.stride, rows, lhs,
+            device=n, out=n + 1, receive=n + 2, send=n + 3, ends=ends, addend=addend,
         ),
     )  # fmt: skip
 
 
-def _reason(part: LaunchPlan, what: str, parts: int) -> str:
+def _reason(part: LaunchPlan, what: str, rows: Sequence[int]) -> str:
     # The text after the kernel's description compares one part with XLA's product of it.
     kernel, *_ = part.reason.partition("; ")
-    return f"{kernel}; {what} in {parts} part{'s' * (parts > 1)} meanwhile"
+    parts = f"{len(rows)} part{'s' * (len(rows) > 1)}"
+    if len({*rows}) > 1:
+        parts += f" of {', '.join(map(str, rows))} rows"
+    return f"{kernel}; {what} in {parts} meanwhile"
 
 
 def _placed(
     plans: Sequence[LaunchPlan], buffers: Sequence[Sequence[Buffer]], first_workspace: int
-) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
-    """Return the launches of plans over common buffers, and the workspaces, which they share."""
+) -> tuple[tuple[Launch, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the launches of plans over common buffers, where each plan's end, and the workspaces.
+
+    The plans share the workspaces.
+    """
     counts = [len(plan.workspace_bytes) for plan in plans]
     sizes = tuple(
         max(plan.workspace_bytes[i] for plan in plans if i < len(plan.workspace_bytes))
@@ -214,4 +269,5 @@ def _placed(
         for plan, own in zip(plans, buffers, strict=True)
         for launch in plan.launches
     )
-    return launches, sizes
+    ends = itertools.accumulate(len(plan.launches) for plan in plans)
+    return launches, tuple(ends), sizes

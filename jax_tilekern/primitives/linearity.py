@@ -80,7 +80,7 @@ def _split_like(operand: Any, cotangent: Any) -> Any:
 
 
 def jvp_of(
-    reference: Callable[..., Sequence[Array]],
+    reference: Callable[..., Any],
     primals: Sequence[Array],
     tangents: Sequence[Any],
     **params: Any,
@@ -88,7 +88,7 @@ def jvp_of(
     """Differentiate a function with respect to the operands that have a tangent."""
     differentiated = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
 
-    def function(*values: Array) -> Sequence[Array]:
+    def function(*values: Array) -> Any:
         operands = list(primals)
         for i, value in zip(differentiated, values, strict=True):
             operands[i] = value

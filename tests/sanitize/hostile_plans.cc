@@ -53,16 +53,16 @@ std::map<std::string, Attribute> GoodPlan() {
   branching.members["branches"] = joining.members["joins"] = Attribute::Number(1);
   const auto exchange = Attribute::Members({{"axis", Attribute::Text("x")},
                                             {"device", Attribute::Number(1)},
+                                            {"ends", Attribute::Numbers({1, 2, 4, 5})},
                                             {"keeps", Attribute::Number(0)},
                                             {"lhs", Attribute::Number(0)},
                                             {"out", Attribute::Number(1)},
-                                            {"parts", Attribute::Number(2)},
                                             {"receive", Attribute::Number(1)},
+                                            {"rows", Attribute::Numbers({3, 2})},
                                             {"scatters", Attribute::Number(1)},
                                             {"send", Attribute::Number(1)},
                                             {"size", Attribute::Number(2)},
-                                            {"stride", Attribute::Number(1)},
-                                            {"term_launches", Attribute::Number(5)}});
+                                            {"stride", Attribute::Number(1)}});
   return {
       {"exchange", exchange},
       {"alignments", Attribute::Numbers({16, 4})},
@@ -161,15 +161,23 @@ void CheckHostilePlans(Counts& counts) {
     counts.Check(!Read(overlapping).empty(),
                  "a launch that joins, or the first that branches, cannot overlap");
   }
-  for (const auto& [name, number] : std::map<std::string, int64_t>{{"size", 0},
-                                                                   {"stride", 0},
-                                                                   {"parts", 0},
-                                                                   {"lhs", 2},
-                                                                   {"receive", 2},
-                                                                   {"send", -1},
-                                                                   {"term_launches", 6}}) {
+  for (const auto& [name, number] : std::map<std::string, int64_t>{
+           {"size", 0}, {"stride", 0}, {"addend", 2}, {"lhs", 2}, {"receive", 2}, {"send", -1}}) {
     auto exchanging = GoodPlan();
     exchanging["exchange"].members[name] = Attribute::Number(number);
+    counts.Check(!Read(exchanging).empty(), "an exchange whose " + name + " cannot be is refused");
+  }
+  for (const auto& [name, numbers] :
+       std::multimap<std::string, Attribute>{{"rows", Attribute::Numbers({})},
+                                             {"rows", Attribute::Numbers({3, 0})},
+                                             {"rows", Attribute::Numbers({3})},
+                                             {"rows", Attribute::Numbers({3, int64_t{1} << 39})},
+                                             {"ends", Attribute::Numbers({})},
+                                             {"ends", Attribute::Numbers({1, 2, 4, 6})},
+                                             {"ends", Attribute::Numbers({1, 4, 2, 5})},
+                                             {"ends", Attribute::Numbers({1, 2, 5})}}) {
+    auto exchanging = GoodPlan();
+    exchanging["exchange"].members[name] = numbers;
     counts.Check(!Read(exchanging).empty(), "an exchange whose " + name + " cannot be is refused");
   }
   for (const int64_t cubin : {-1, 2}) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -156,17 +157,22 @@ const tilekern::Driver driver = SimulatedDriver();
 
 // -- Calls ----------------------------------------------------------------------------------------
 
-constexpr uint64_t kRowsOfAPart = 2;
-constexpr size_t kMostParts = 8;  // of all devices
-constexpr size_t kPartBytes = kRowsOfAPart * kWidth * sizeof(float);
+using Rows = std::vector<uint64_t>;
 
-// Buffers: lhs, rhs, the number of the device, out, receive, send.
-tilekern::LaunchPlan Plan(bool scatters, uint64_t size, uint64_t stride, uint64_t parts) {
-  const auto launch = [](uint64_t terms, uint64_t parts) {
+constexpr size_t kMostRows = 24;  // of all devices
+constexpr size_t kRowBytes = kWidth * sizeof(float);
+constexpr uint32_t kAddend = 6;
+
+uint64_t Sum(const Rows& rows) { return std::accumulate(rows.begin(), rows.end(), uint64_t{0}); }
+
+// Buffers: lhs, rhs, the number of the device, out, receive, send, a further term.
+tilekern::LaunchPlan Plan(bool scatters, bool adds, uint64_t size, uint64_t stride,
+                          const Rows& rows) {
+  const auto launch = [&](uint64_t of_part, uint64_t terms) {
     tilekern::Launch launch = {};
     launch.entry = "kernel";
     launch.grid = launch.block = launch.cluster = {1, 1, 1};
-    const Shape shape = {kRowsOfAPart, terms};
+    const Shape shape = {of_part, terms + adds};
     std::string bytes(sizeof(shape), '\0');
     std::memcpy(bytes.data(), &shape, sizeof(shape));
     launch.parameters = {tilekern::ScalarsParameter{bytes}};
@@ -174,16 +180,22 @@ tilekern::LaunchPlan Plan(bool scatters, uint64_t size, uint64_t stride, uint64_
       launch.parameters.push_back(tilekern::BufferParameter{buffer, 0, {}});
     }
     for (uint64_t i = 0; i < terms; ++i) {
-      launch.parameters.push_back(tilekern::BufferParameter{4, i * parts * kPartBytes, {}});
+      launch.parameters.push_back(tilekern::BufferParameter{4, i * Sum(rows) * kRowBytes, {}});
     }
+    if (adds) launch.parameters.push_back(tilekern::BufferParameter{kAddend, 0, {}});
     return launch;
   };
   tilekern::LaunchPlan plan;
-  plan.launches.push_back(launch(0, parts));
-  if (scatters) plan.launches.push_back(launch(size - 1, parts));
-  plan.exchange = tilekern::Exchange{
-      scatters,           "x",      size, stride, parts, 0, 2, 3, 4, scatters ? 5u : 4u,
-      scatters ? 1u : 0u, !scatters};
+  std::vector<uint64_t> ends;
+  for (const uint64_t terms : scatters ? Rows{0, size - 1} : Rows{0}) {
+    for (uint64_t of_part : rows) {
+      plan.launches.push_back(launch(of_part, terms));
+      ends.push_back(plan.launches.size());
+    }
+  }
+  plan.exchange = tilekern::Exchange{scatters,           "x", size, stride,   rows, 0, 2, 3, 4,
+                                     scatters ? 5u : 4u, {},  ends, !scatters};
+  if (adds) plan.exchange->addend = kAddend;
   return plan;
 }
 
@@ -192,7 +204,7 @@ struct Device {
       : number(number),
         context(Open<CUcontext>()),
         stream(Open<CUstream>()),
-        arrays(6, std::vector<float>(kMostParts * kPartBytes / sizeof(float))) {
+        arrays(7, std::vector<float>(kMostRows * kWidth)) {
     arrays[1][0] = Weight();
   }
 
@@ -207,17 +219,20 @@ struct Device {
   std::string Call(const tilekern::LaunchPlan& plan, int64_t run,
                    std::chrono::milliseconds patience = std::chrono::seconds(20)) {
     const tilekern::Exchange& x = *plan.exchange;
-    const size_t shard = x.parts * kPartBytes / sizeof(float), all = x.size * shard;
+    const size_t shard = Sum(x.rows) * kWidth, all = x.size * shard;
     const size_t lhs = x.scatters ? all : shard, out = x.scatters ? shard : all;
     const size_t exchanged = x.scatters ? all - shard : all;
-    const std::vector<size_t> counts = {lhs, 1, 1, out, exchanged, exchanged};
+    const std::vector<size_t> counts = {lhs, 1, 1, out, exchanged, exchanged, all};
     std::vector<DeviceBuffer> buffers;
     for (size_t i = 0; i < counts.size(); ++i) {
       buffers.push_back(
           {reinterpret_cast<char*>(arrays[i].data()), counts[i] * sizeof(float), counts[i]});
     }
-    Enqueue(stream, {[this, run, lhs] {
+    Enqueue(stream, {[this, run, lhs, all] {
                        for (size_t i = 0; i < lhs; ++i) arrays[0][i] = Element(number, run, i);
+                       for (size_t i = 0; i < all; ++i) {
+                         arrays[kAddend][i] = Element(number + 1, run, i);
+                       }
                      },
                      nullptr});
     const std::vector<CUfunction> functions(plan.launches.size());
@@ -225,7 +240,7 @@ struct Device {
                                                         buffers, {run, number, patience});
     if (problem.empty()) Enqueue(stream, {[=] { Check(x, run, shard); }, nullptr});
     Enqueue(stream, {[this] {
-                       for (const size_t i : {0, 3, 4, 5}) {
+                       for (const size_t i : {0, 3, 4, 5, 6}) {
                          std::fill(arrays[i].begin(), arrays[i].end(), -1e6f);
                        }
                      },
@@ -247,6 +262,7 @@ struct Device {
       for (uint64_t other = 0; other < x.size; ++other) {
         const uint64_t from = base + other * x.stride;
         sum += Element(from, run, member * shard + i) * static_cast<float>(from + 2);
+        if (x.addend) sum += Element(from + 1, run, member * shard + i);
       }
       gpus.wrong += arrays[3][i] != sum;
     }
@@ -260,7 +276,8 @@ struct Device {
 
 // The devices that exchange rows: `size` of them, `stride` apart.
 struct Axis {
-  uint64_t size, stride, parts;
+  uint64_t size, stride;
+  Rows rows;
 };
 
 // Calls along axes on all devices, each by a thread of its own; returns what was wrong.
@@ -274,8 +291,11 @@ std::string Executions(uint64_t count, const std::vector<Axis>& axes, int runs, 
     threads.emplace_back([&, i] {
       std::vector<tilekern::LaunchPlan> plans;
       // A loop calls a plan several times in one run.
-      for (const bool scatters : {false, true, true, false}) {
-        for (const Axis& x : axes) plans.push_back(Plan(scatters, x.size, x.stride, x.parts));
+      for (const auto& [scatters, adds] : std::vector<std::pair<bool, bool>>{
+               {false, false}, {true, false}, {true, true}, {false, false}}) {
+        for (const Axis& x : axes) {
+          plans.push_back(Plan(scatters, adds, x.size, x.stride, x.rows));
+        }
       }
       for (int run = 0; run < runs; ++run) {
         for (const tilekern::LaunchPlan& plan : plans) {
@@ -299,7 +319,7 @@ std::string Executions(uint64_t count, const std::vector<Axis>& axes, int runs, 
 
 void CheckFailures(Counts& counts) {
   Device first(0), second(1);
-  const tilekern::LaunchPlan plan = Plan(false, 2, 1, 1);
+  const tilekern::LaunchPlan plan = Plan(false, false, 2, 1, {2});
   using std::chrono::milliseconds;
   const std::string alone = first.Call(plan, 5, milliseconds(30));
   counts.Check(alone.find("device 0 of axis x, of 2, waited") != std::string::npos &&
@@ -328,9 +348,9 @@ void CheckFailures(Counts& counts) {
   gpus.failing_copy = 0;
   const std::vector<DeviceBuffer> uneven(6, {nullptr, 25, 25});
   const std::string refused =
-      tilekern::RunOverlapped(driver, Plan(true, 2, 1, 2), {}, first.context, first.stream, uneven,
-                              {8, 0, milliseconds(1)});
-  counts.Check(refused == "buffer 0 of 25 bytes is not divisible into 4 parts",
+      tilekern::RunOverlapped(driver, Plan(true, false, 2, 1, {1, 1}), {}, first.context,
+                              first.stream, uneven, {8, 0, milliseconds(1)});
+  counts.Check(refused == "buffer 0 of 25 bytes is not divisible into 4 rows",
                "rows that do not divide are refused: " + refused);
   gpus.streams.clear();
 }
@@ -340,11 +360,12 @@ void CheckFailures(Counts& counts) {
 void CheckOverlap(Counts& counts) {
   unsigned seed = 0;
   const std::vector<std::pair<uint64_t, std::vector<Axis>>> cases = {
-      {2, {{2, 1, 1}}},
-      {2, {{2, 1, 4}}},
-      {3, {{3, 1, 2}}},
-      {8, {{2, 2, 2}}},
-      {4, {{4, 1, 2}, {2, 2, 3}, {2, 1, 1}}}};
+      {2, {{2, 1, {2}}}},
+      {2, {{2, 1, {2, 2, 2, 2}}}},
+      {2, {{2, 1, {1, 3}}, {2, 1, {5, 2, 1}}}},
+      {3, {{3, 1, {2, 1}}}},
+      {8, {{2, 2, {2, 2}}}},
+      {4, {{4, 1, {1, 2}}, {2, 2, {2, 2, 3}}, {2, 1, {2}}}}};
   for (const auto& [count, axes] : cases) {
     for (int repeat = 0; repeat < 5; ++repeat, seed += 2) {
       const std::string wrong = Executions(count, axes, 6, seed);

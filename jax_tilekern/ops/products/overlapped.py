@@ -31,12 +31,14 @@ from jax_tilekern.ops.products.overlapped_lowering import (
     exchange_parts,
     exchanged_kernel,
     result_type,
+    scattered_kernel,
 )
 from jax_tilekern.partitioning.call import register_exchange
 from jax_tilekern.partitioning.row_exchange import RowExchange
 from jax_tilekern.plans import overlap
 from jax_tilekern.plans.contraction import Contraction, labelled
 from jax_tilekern.plans.overlap import MeshAxis
+from jax_tilekern.primitives.linearity import jvp_of
 from jax_tilekern.primitives.operation import Operation, define
 
 
@@ -263,6 +265,10 @@ def _reference_of_tangent(
     return _reduce_scatter(terms, axis)
 
 
+def _reference_of_sum(x: Array, w: Array, term: Array, *, axis: MeshAxis, **params: Any) -> Array:
+    return _reduce_scatter(contract(x, w, **params) + term, axis)
+
+
 # Derivatives. The gathered rows are kept for the cotangent of ``w``.
 
 
@@ -314,11 +320,12 @@ def _for_x(
 ) -> Array:
     c, (product_bar, *rows_bar) = _cotangent_contraction(contraction), cotangents
     params = {"contraction": c, "precision": precision, "out_dtype": x.dtype}
-    if not rows_bar:
-        (found,) = _bind(product_bar, w, axis=axis, scatters=not scatters, keeps=False, **params)
-        return found  # type: ignore[no-any-return]
-    # One reduce-scatter for the cotangents by both results.
-    return _reduce_scatter(contract(product_bar, w, **params) + rows_bar[0], axis)
+    if rows_bar:
+        # One scatter for the cotangents by both results.
+        found: Array = _scattered_sum(product_bar, w, rows_bar[0], axis=axis, **params)
+        return found
+    (found,) = _bind(product_bar, w, axis=axis, scatters=not scatters, keeps=False, **params)
+    return found
 
 
 def _for_w(
@@ -361,6 +368,18 @@ def _tangent_for(
     return for_x, _cotangent_of_w(x, gathered, wanted_w, contraction, precision)
 
 
+def _jvp_of_sum(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    _, tangent = jvp_of(_reference_of_sum, primals, tangents, **params)
+    return _scattered_sum(*primals, **params), tangent
+
+
+def _for_x_and_term(
+    cotangent: Array, x: Any, w: Array, term: Any, *, contraction: Contraction, **params: Any
+) -> list[Array]:
+    c, params = _cotangent_contraction(contraction), {**params, "out_dtype": x.dtype}
+    return gathered_product(cotangent, w, keeps=True, contraction=c, **params)
+
+
 # Batching: a mapped dimension follows the rows.
 
 
@@ -387,11 +406,13 @@ def _batch(
     return results, [1, rows][: len(results)]
 
 
-def _batch_tangent(
-    _: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
-) -> tuple[Array, int]:
-    reference = functools.partial(_reference_of_tangent, **params)
-    return jax.vmap(reference, dims)(*operands), 0
+def _batch_by(reference: Callable[..., Array]) -> Callable[..., tuple[Array, int]]:
+    def batch(
+        _: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
+    ) -> tuple[Array, int]:
+        return jax.vmap(functools.partial(reference, **params), dims)(*operands), 0
+
+    return batch
 
 
 # Partitioning: a product along an axis takes the place of a product and a collective.
@@ -473,9 +494,25 @@ _tangent = define(
             (0, 1): functools.partial(_tangent_for, 0),
             (2, 3): functools.partial(_tangent_for, 2),
         },
-        batch=_batch_tangent,
+        batch=_batch_by(_reference_of_tangent),
         sharding_rule=None,
         planners={},
+        describe=functools.partial(_described, scatters=True),
+    )
+)
+# A scattered product and a further term of the sum. The other products of rows that were gathered
+# once have this term in the rows' cotangent.
+_scattered_sum = define(
+    Operation(
+        name="tilekern_scattered_sum",
+        reference=_reference_of_sum,
+        jvp=_jvp_of_sum,
+        transposes={(0, 2): _for_x_and_term},
+        batch=_batch_by(_reference_of_sum),
+        sharding_rule=None,
+        planners=planners(
+            scattered_kernel, _reference_of_sum, functools.partial(_in_words, scatters=True)
+        ),
         describe=functools.partial(_described, scatters=True),
     )
 )

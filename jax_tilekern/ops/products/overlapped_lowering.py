@@ -24,6 +24,8 @@ from jax_tilekern.ops.products.fused_lowering import fused_kernel
 from jax_tilekern.plans import overlap
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
+from jax_tilekern.plans.gemm.select import kernel_us
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.overlap import MeshAxis
 from jax_tilekern.plans.policy import policy
@@ -36,9 +38,8 @@ class _Part:
     owner = None
 
 
-def _part(shape: Sequence[int], dtype: Any, parts: int) -> Operand:
-    rows, *others = shape
-    return Operand(_Part(), jax.core.ShapedArray((rows // parts, *others), dtype))
+def _part(x: Any, rows: int) -> Operand:
+    return Operand(_Part(), jax.core.ShapedArray((rows, *x.shape[1:]), x.dtype))
 
 
 def exchange_parts(
@@ -76,12 +77,11 @@ def _bytes(x: Any) -> int:
 
 
 def _emitted(
-    plan: LaunchPlan, kernel: PlannedKernel, part: Operand, whole: Operand, scratch: Sequence[Any]
+    plan: LaunchPlan, name: str, values: Sequence[Any], scratch: Sequence[Any]
 ) -> PlannedKernel:
     """Return the kernel of an exchange, which reads whole arrays and the device's number."""
-    operands = [whole.value if x is part.value else x for x in kernel.operands]
-    operands.append(compat.partition_id())
-    return PlannedKernel(kernel.name, plan.reason, plan, operands, scratch=scratch)
+    operands = [*values, compat.partition_id()]
+    return PlannedKernel(name, plan.reason, plan, operands, scratch=scratch)
 
 
 def exchanged_kernel(
@@ -89,7 +89,7 @@ def exchanged_kernel(
 ) -> PlannedKernel | str:
     """Return the kernels of a product whose rows are exchanged, or why a collective does it."""
     if scatters:
-        return _scattered_kernel(operands, **params)
+        return scattered_kernel(operands, **params)
     return _gathered_kernel(operands, keeps=keeps, **params)
 
 
@@ -101,19 +101,21 @@ def _gathered_kernel(
     parts = exchange_parts(x.aval, w.aval, out, axis, params["contraction"], scatters=False)
     if isinstance(parts, str):
         return parts
-    part = _part(x.aval.shape, x.aval.dtype, parts)
+    rows = [x.aval.shape[0] // parts] * parts
+    part = _part(x.aval, rows[0])
     kernel = _product([part, w], **params)
     if isinstance(kernel, str):
         return kernel
     assert isinstance(kernel.call, LaunchPlan)
     lhs = kernel.operands.index(part.value)
-    plan = overlap.gather_plan(kernel.call, lhs, axis, parts, keeps=keeps)
-    rows, *others = x.aval.shape
-    gathered = jax.core.ShapedArray((axis.size * rows, *others), x.aval.dtype)
-    return _emitted(plan, kernel, part, x, [] if keeps else [gathered])
+    plan = overlap.gather_plan(kernel.call, lhs, axis, rows, keeps=keeps)
+    shard, *others = x.aval.shape
+    gathered = jax.core.ShapedArray((axis.size * shard, *others), x.aval.dtype)
+    values = [x.value if value is part.value else value for value in kernel.operands]
+    return _emitted(plan, kernel.name, values, [] if keeps else [gathered])
 
 
-def _scattered_kernel(
+def scattered_kernel(
     operands: Sequence[Operand],
     *,
     axis: MeshAxis,
@@ -121,47 +123,64 @@ def _scattered_kernel(
     precision: Any,
     out_dtype: np.dtype[Any],
 ) -> PlannedKernel | str:
-    x, w = operands
+    """Return the kernels of a product whose terms are scattered, or why a collective does it.
+
+    A third operand is a further term.
+    """
+    x, w, *addends = operands
     params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
     out = result_type(x.aval, w.aval, 1 / axis.size, contraction, out_dtype)
     parts = exchange_parts(x.aval, w.aval, out, axis, contraction, scatters=True)
     if isinstance(parts, str):
         return parts
-    part = _part(x.aval.shape, x.aval.dtype, axis.size * parts)
-    term = _product([part, w], **params)
-    if isinstance(term, str):
-        return term
-    others = [_part(out.shape, out_dtype, parts) for _ in range(axis.size - 1)]
-    accumulator = accumulator_dtype(x.aval.dtype, out_dtype)
-    traced = trace_scalars(_sum, accumulator, out_dtype, [out_dtype] * len(others))
-    total = fused_kernel(
-        [part, w],
-        None,
-        others,
-        contraction=contraction,
-        operand_labels=(contraction.out,) * len(others),
-        function=traced[0],
-        accumulator=accumulator,
-        state=functools.partial(
-            state_problem, contract, CUDA, contraction=contraction, precision=precision
-        ),
-    )
-    if isinstance(total, str):
-        return total
-    assert isinstance(term.call, LaunchPlan)
-    assert isinstance(total.call, LaunchPlan)
-    read = total.operands[: len(term.operands)]
-    plan = overlap.scatter_plan(
-        term.call,
-        total.call,
-        term.operands.index(part.value),
-        [term.operands.index(value) for value in read],
-        axis,
-        parts,
-        _bytes(others[0].aval),
-    )
-    terms = jax.core.ShapedArray((axis.size - 1, *out.shape), out_dtype)
-    return _emitted(plan, term, part, x, [terms, terms])
+    # Those of which kernels read parts come first.
+    arrays = [x.value, *(each.value for each in addends)]
+    planned, names = list[overlap.PartOfScatter](), list[str]()
+    for rows in _rows_of_parts(x.aval, w, out, parts, **params):
+        parted = [_part(each.aval, rows) for each in (x, *addends)]
+        of_parts = {id(each.value): i for i, each in enumerate(parted)}
+        factors, added = [parted[0], w], parted[1:]
+        terms = [_part(out, rows) for _ in range(axis.size - 1)]
+        calls, reads = list[LaunchPlan](), list[list[int]]()
+        for kernel in (
+            _product(factors, added, **params),
+            _product(factors, [*added, *terms], **params),
+        ):
+            if isinstance(kernel, str):
+                return kernel
+            assert isinstance(kernel.call, LaunchPlan)
+            read = kernel.operands[: len(factors) + len(added)]
+            others = [value for value in read if id(value) not in of_parts]
+            arrays += [value for value in others if value not in arrays[len(parted) :]]
+            places = {id(value): arrays.index(value, len(parted)) for value in others} | of_parts
+            calls.append(kernel.call)
+            reads.append([places[id(value)] for value in read])
+            names.append(kernel.name)
+        planned.append(overlap.PartOfScatter(rows, calls[0], calls[1], *reads))
+    addend = 1 if addends else None
+    plan = overlap.scatter_plan(planned, 0, addend, axis, _bytes(out))
+    received = jax.core.ShapedArray((axis.size - 1, *out.shape), out_dtype)
+    return _emitted(plan, names[0], arrays, [received, received])
+
+
+def _rows_of_parts(x: Any, w: Operand, out: Any, parts: int, **params: Any) -> Sequence[int]:
+    """Return the rows of each part of a device's rows in a scatter."""
+    rows = out.shape[0]
+    equal = [rows // parts] * parts
+    if parts != 2 or overlap.current_parts() or not overlap.is_asked_for():
+        return equal
+    try:
+        gpu = current_gpu()
+    except NoGpu:
+        return equal
+
+    def product_us(rows: int) -> float:
+        problem = state_problem(contract, CUDA, [_part(x, rows), w], **params)
+        if not isinstance(problem, LoweredProduct):
+            return 0.0
+        return kernel_us(problem.product, gpu)
+
+    return overlap.split_rows(rows, _bytes(out), product_us)
 
 
 def _sum(accumulator: Array, *terms: Array) -> Array:
@@ -179,8 +198,32 @@ def result_type(
 
 # The whole call is compared with a product and a collective, so its parts are not left to XLA.
 @policy("kernels")
-def _product(operands: Sequence[Operand], **params: Any) -> PlannedKernel | str:
-    problem = state_problem(contract, CUDA, operands, **params)
+def _product(
+    factors: Sequence[Operand],
+    added: Sequence[Operand] = (),
+    *,
+    contraction: Contraction,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+) -> PlannedKernel | str:
+    """Return the kernel of a product of parts, plus further terms, or why there is none."""
+    state = functools.partial(
+        state_problem, contract, CUDA, contraction=contraction, precision=precision
+    )
+    if added:
+        accumulator = accumulator_dtype(factors[0].aval.dtype, out_dtype)
+        traced = trace_scalars(_sum, accumulator, out_dtype, [x.aval.dtype for x in added])
+        return fused_kernel(
+            factors,
+            None,
+            added,
+            contraction=contraction,
+            operand_labels=(contraction.out,) * len(added),
+            function=traced[0],
+            accumulator=accumulator,
+            state=state,
+        )
+    problem = state(factors, out_dtype=out_dtype)
     if not isinstance(problem, LoweredProduct):
         return problem.reason
     kernel = cuda_kernel(problem.product, problem.operands)

@@ -104,6 +104,17 @@ def workload_of(product: Product, found: Sequence[CostedCandidate]) -> Workload:
     return dataclasses.replace(work, operation="vector product") if is_reduction else work
 
 
+def kernel_us(product: Product, gpu: Gpu) -> float:
+    """Return the predicted microseconds of the best kernel; 0 if there is none."""
+    found = candidates(product, gpu)
+    if isinstance(found, NoKernel):
+        return 0.0
+    times = predicted_times(workload_of(product, found), found, gpu)
+    if times is None:
+        return found[0].cycles / gpu.rates.cycles_per_microsecond
+    return float(times.ours.min())
+
+
 def _plan_fused(
     product: Product, found: Sequence[CostedCandidate], gpu: Gpu
 ) -> LaunchPlan | NoKernel:
