@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
-from benchmarks.programs import Arrays, Errors, Program, on_gpu, program_command, random_arrays
+from benchmarks.commands import ProgramsCommand
+from benchmarks.programs import Arrays, Errors, Program, on_gpu, random_arrays
 from benchmarks.timing import wall_times
 
 _GROUP = "attention"
@@ -297,4 +298,4 @@ def _gradient_errors(_: Arrays, results: Mapping[str, Any]) -> Errors:
     }
 
 
-COMMAND = program_command("attention against cuDNN and `jnp`", _programs)
+COMMAND = ProgramsCommand("attention against cuDNN and `jnp`", _programs)

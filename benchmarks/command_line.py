@@ -1,4 +1,4 @@
-"""The command line, ``python -m benchmarks``: one module a command, or one for all operations."""
+"""The command line, ``python -m benchmarks``: one module a command, or several."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any
-
-import jax
 
 from benchmarks import (
     attention,
@@ -25,6 +22,7 @@ from benchmarks import (
     linalg,
     machine_code,
     moe,
+    operations,
     out_of_core,
     products,
     regret,
@@ -39,66 +37,9 @@ from benchmarks import (
     training,
 )
 from benchmarks.errors import BenchmarkError
-from benchmarks.measure import measure
-from benchmarks.rows import OPERATIONS
-from benchmarks.samples import draw_sample
-from benchmarks.suites import load_suite, suite_names
-from jax_tilekern.cli.console import output_file
 from jax_tilekern.cli.run_command import Command, run_command
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound
 from jax_tilekern.plans.gpu import NoGpu
-
-
-class _Operation:
-    """The command that measures an operation's kernels against XLA's, side by side."""
-
-    def __init__(self, operation: str) -> None:
-        self.operation = operation
-        self.HELP = f"time {OPERATIONS[operation].about}"
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        options: dict[str, dict[str, Any]] = {
-            "suite": {"metavar": "NAME", "help": "which rows (default: by JAX's backend)"},
-            "rows": {"metavar": "PATTERN", "help": "only rows whose name, or group, matches"},
-            "seconds": {"type": float, "default": 2.0, "help": "timing of a row (%(default)s)"},
-            "json": {"type": output_file, "metavar": "FILE",
-                     "help": "the record; rows of earlier runs that this one lacks stay"},
-            "resume": {"action": "store_true", "help": "only rows that it lacks or that failed"},
-            "list": {"action": "store_true", "help": "list suites and rows, and stop"},
-            "sample": {"type": int, "metavar": "N", "help": "N calls drawn at random, no suite"},
-            "seed": {"type": int, "default": 0,
-                     "help": "of the sample: even ones are for fitting, odd ones for reporting"},
-            "minutes": {"type": float, "help": "begin no row after this time"},
-            "part": {"type": _part, "default": (0, 1), "metavar": "I/N",
-                     "help": "only every N-th row, from row I (counted from 0)"},
-            "policy": {"choices": ("auto", "kernels"), "default": "auto",
-                       "help": "of the library (default: %(default)s)"},
-        }  # fmt: skip
-        for name, settings in options.items():
-            parser.add_argument(f"--{name}", **settings)
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return its exit status: 1 if a row failed."""
-        if arguments.list:
-            for name in [arguments.suite] if arguments.suite else suite_names(self.operation):
-                rows = load_suite(self.operation, name).rows
-                print(name, *(f"  {row.group}: {row.name}" for row in rows), sep="\n")
-            return 0
-        backend = jax.default_backend()
-        if arguments.sample is not None:
-            suite = draw_sample(self.operation, backend, arguments.sample, arguments.seed)
-        else:
-            suite = load_suite(self.operation, arguments.suite or backend)
-        record, whole = measure(suite, arguments)
-        print(f"\n{report.markdown(record)}")
-        return 0 if whole else 1
-
-
-def _part(text: str) -> tuple[int, int]:
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N")
-    return int(number), int(count)
 
 
 class _Tables:
@@ -118,7 +59,7 @@ class _Tables:
 
 
 _COMMANDS: dict[str, Command] = {
-    **{name: _Operation(name) for name in OPERATIONS},
+    **operations.COMMANDS,
     **products.COMMANDS,
     "fp8": fp8.COMMAND,
     "fp8_accuracy": training.COMMAND,

@@ -12,7 +12,8 @@ import numpy as np
 
 import jax_tilekern as jtk
 from benchmarks.catalog.oracles import ORACLES
-from benchmarks.programs import Arrays, Errors, Program, program_command
+from benchmarks.commands import ProgramsCommand
+from benchmarks.programs import Arrays, Errors, Program
 
 _BF16, _F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 # Batch, length, channels, width and type.
@@ -78,4 +79,4 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         yield from (_convolution(sizes, of_gradient) for sizes in _SIZES)
 
 
-COMMAND = program_command("convolutions of channels along time", _programs)
+COMMAND = ProgramsCommand("convolutions of channels along time", _programs)

@@ -20,7 +20,9 @@ import numpy as np
 from jax import Array, lax
 
 import jax_tilekern as jtk
-from benchmarks.programs import ROWS, Arrays, Program, RowsCommand, matches, measured, on_gpu
+from benchmarks.commands import ROWS, RowsCommand, matches
+from benchmarks.measure import measured
+from benchmarks.programs import Arrays, Program, on_gpu
 from benchmarks.record import Record
 from benchmarks.timing import wall_times
 from benchmarks.training import normed

@@ -28,9 +28,10 @@ from jax import Array
 
 import jax_tilekern as jtk
 from benchmarks import moe
+from benchmarks.commands import ROWS, RowsCommand, matches
 from benchmarks.errors import BenchmarkError
 from benchmarks.jax_kernel import lorenz
-from benchmarks.programs import ROWS, Program, RowsCommand, matches, on_gpu, random_arrays
+from benchmarks.programs import Program, on_gpu, random_arrays
 from benchmarks.record import Record
 from benchmarks.training import attention, normed
 from jax_tilekern.tuning.wall_time import ready, wall_seconds

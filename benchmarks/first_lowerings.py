@@ -25,8 +25,8 @@ import jax
 import numpy as np
 
 import jax_tilekern as jtk
+from benchmarks.commands import ROWS, RowsCommand, matches
 from benchmarks.first_calls import fresh_process, programs
-from benchmarks.programs import ROWS, RowsCommand, matches
 from benchmarks.record import Record
 from jax_tilekern.primitives import deferral
 

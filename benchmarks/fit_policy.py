@@ -298,9 +298,16 @@ def _times_in(path: Path) -> Iterator[CallTimes]:
             peer, ours = (1e6 * entry["seconds"][side] for side in ("XLA", "ours"))
             stated_otherwise = "driver" in record["versions"] and _has_16_bit_vector(row)
             times = {} if stated_otherwise else {XLA: round(peer, 3)}
-            if not entry["kernel"].startswith("XLA"):
+            if _is_ours(entry):
                 times[_FIRST] = round(ours, 3)
             yield CallTimes(name, row, times)
+
+
+def _is_ours(row: Record) -> bool:
+    """Return whether kernels compute every call of a row; ``kernel`` has those of a whole row."""
+    if "kernel" in row:
+        return not row["kernel"].startswith("XLA")
+    return not any(kernel.startswith("-") for kernel in row["kernels"])
 
 
 def _drawn_times(entry: Record) -> Iterator[CallTimes]:
@@ -312,7 +319,7 @@ def _drawn_times(entry: Record) -> Iterator[CallTimes]:
     if "seconds" in entry:
         times = {key: round(1e6 * time, 3) for key, time in entry["seconds"].items()}
         ours, xla = times.pop("ours"), times.pop("XLA", None)
-        if not times and not any(kernel.startswith("-") for kernel in entry["kernels"]):
+        if not times and _is_ours(entry):
             times[_FIRST] = ours
         times |= {} if xla is None else {XLA: xla}
     if times:

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 import jax_tilekern as jtk
+from benchmarks.commands import ProgramsCommand
 from benchmarks.programs import (
     KERNELS,
     Arrays,
@@ -28,7 +29,6 @@ from benchmarks.programs import (
     Program,
     Sides,
     on_gpu,
-    program_command,
     random_arrays,
     relative,
 )
@@ -303,6 +303,6 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         yield from kind(on_gpu())
 
 
-COMMAND = program_command(
+COMMAND = ProgramsCommand(
     "products of 8-bit floats with scales of blocks, and quantisers", _programs
 )

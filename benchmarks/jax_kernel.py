@@ -16,7 +16,8 @@ from jax import lax
 
 import jax_tilekern as jtk
 from benchmarks import lane_libraries as libraries
-from benchmarks.programs import KERNELS, Program, program_command, relative
+from benchmarks.commands import ProgramsCommand
+from benchmarks.programs import KERNELS, Program, relative
 from benchmarks.timing import short_times
 
 _GROUP = "`kernel` against `vmap`"
@@ -351,4 +352,4 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     yield from _by_count()
 
 
-COMMAND = program_command("functions with loops as one kernel", _programs, 1.0)
+COMMAND = ProgramsCommand("functions with loops as one kernel", _programs, 1.0)

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.measure import Case
-from benchmarks.programs import ROWS, RowsCommand, matches
+from benchmarks.commands import ROWS, RowsCommand, matches
+from benchmarks.measure import kernels_of
 from benchmarks.record import Record
-from benchmarks.rows import Row
+from benchmarks.rows import OURS, XLA, Row, jitted
 from benchmarks.timing import wall_rounds
 from jax_tilekern.tuning.wall_time import ready, repeated
 
@@ -39,9 +39,9 @@ def _returns(row: Row, calls: int, seconds: float) -> Record:
     Results are waited for at the end of a batch of calls. Where that makes a call much longer, the
     device does not keep up, and calls wait for it.
     """
-    case = Case(row)
+    functions = {"ours": jitted(row, OURS), "XLA": jitted(row, XLA)}
     operands = row.random_operands()
-    returned: dict[str, list[float]] = {"ours": [], "XLA": []}
+    returned: dict[str, list[float]] = {name: [] for name in functions}
 
     def batch(name: str, side: Callable[..., Any]) -> Any:
         start = time.perf_counter()
@@ -49,7 +49,7 @@ def _returns(row: Row, calls: int, seconds: float) -> Record:
         returned[name].append((time.perf_counter() - start) / calls)
         return result
 
-    sides = {"ours": partial(batch, "ours", case.ours), "XLA": partial(batch, "XLA", case.peer)}
+    sides = {name: partial(batch, name, side) for name, side in functions.items()}
     for side in sides.values():
         ready(side())
     for warm_up in returned.values():
@@ -57,7 +57,7 @@ def _returns(row: Row, calls: int, seconds: float) -> Record:
     waited = wall_rounds(sides, seconds)
     added = [x - y for x, y in zip(returned["ours"], returned["XLA"], strict=True)]
     return {
-        "kernel": case.kernel(operands),
+        "kernels": kernels_of(functions["ours"], operands),
         "seconds": {name: float(np.median(times)) for name, times in returned.items()}
         | {f"{name}, with results": float(np.median(x)) / calls for name, x in waited.items()},
         "added_seconds": float(np.median(added)),

@@ -16,7 +16,8 @@ import scipy.linalg
 
 import jax_tilekern as jtk
 from benchmarks.catalog.oracles import PEERS
-from benchmarks.programs import KERNELS, Arrays, Errors, Program, program_command, random_arrays
+from benchmarks.commands import ProgramsCommand
+from benchmarks.programs import KERNELS, Arrays, Errors, Program, random_arrays
 
 _OPERATIONS = (
     "inv", "solve", "cholesky", "svd", "eigh", "qr", "svdvals", "eigvalsh", "det", "expm"
@@ -133,7 +134,7 @@ def _size(text: str) -> tuple[int, int]:
     return int(rows), int(columns or 0)
 
 
-COMMAND = program_command(
+COMMAND = ProgramsCommand(
     "batches of small matrices, or large matrices, against jnp.linalg", _programs, 0.3,
     count={"type": int, "default": 100_000, "help": "matrices of a batch"},
     operations={"choices": _OPERATIONS, "nargs": "*", "default": _OPERATIONS[:6]},

@@ -25,16 +25,9 @@ import numpy as np
 from jax import Array, lax
 
 import jax_tilekern as jtk
-from benchmarks.measure import failure_of, temporary_bytes
-from benchmarks.programs import (
-    KERNELS,
-    Program,
-    RowsCommand,
-    bytes_needed,
-    check_memory,
-    on_gpu,
-    program_command,
-)
+from benchmarks.commands import ProgramsCommand, RowsCommand
+from benchmarks.measure import bytes_needed, check_memory, failure_of, temporary_bytes
+from benchmarks.programs import KERNELS, Program, on_gpu
 from benchmarks.record import Record
 from benchmarks.rows import FORWARD, tokamax
 from benchmarks.training import adam, attention, loss_of, normed, random_text
@@ -274,7 +267,7 @@ def _measured(experts: Experts, model: _Model, seconds: float) -> Record:
 
 
 COMMANDS = {
-    "moe": program_command("mixture-of-experts layers", _programs, 1.0),
+    "moe": ProgramsCommand("mixture-of-experts layers", _programs, 1.0),
     "moe_model": RowsCommand(
         "time training steps of a mixture-of-experts transformer", _training, 5.0,
         sides={"nargs": "+", "choices": LAYERS, "default": list(LAYERS)},

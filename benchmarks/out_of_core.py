@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.programs import RowsCommand
+from benchmarks.commands import RowsCommand
 from benchmarks.record import Record
 from jax_tilekern import out_of_core
 from jax_tilekern.tuning.wall_time import wall_seconds

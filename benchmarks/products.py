@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_tilekern as jtk
+from benchmarks.commands import ProgramsCommand
 from benchmarks.programs import (
     KERNELS,
     Arrays,
@@ -28,7 +29,6 @@ from benchmarks.programs import (
     Program,
     Sides,
     on_gpu,
-    program_command,
     random_arrays,
     relative,
 )
@@ -441,16 +441,16 @@ def _cross_entropy(arguments: argparse.Namespace) -> Iterator[Program]:
 
 
 COMMANDS = {
-    "fused": program_command(
+    "fused": ProgramsCommand(
         "products with epilogues against the same programs of jnp", _fused_programs
     ),
-    "symmetric": program_command(
+    "symmetric": ProgramsCommand(
         "products with a symmetric result, and Newton-Schulz iterations", _symmetric,
         types={"nargs": "*", "default": ["bfloat16", "float16", "float32"]},
     ),
-    "muon": program_command("steps of Muon and Newton-Schulz iterations", _muon, 1.0),
-    "strassen": program_command("a level of Strassen's algorithm", _strassen, 1.0),
-    "cross_entropy": program_command(
+    "muon": ProgramsCommand("steps of Muon and Newton-Schulz iterations", _muon, 1.0),
+    "strassen": ProgramsCommand("a level of Strassen's algorithm", _strassen, 1.0),
+    "cross_entropy": ProgramsCommand(
         "the cross-entropy of a vocabulary against all logits in memory", _cross_entropy, 2.0,
         types={"nargs": "*", "default": ["bfloat16"]},
         sizes={

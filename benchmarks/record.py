@@ -24,6 +24,7 @@ Record = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
 _DIGITS = 6
+_PROGRAM = ("python", "-m", "benchmarks")
 
 
 def new_record(command: Sequence[str], **fields: Any) -> Record:
@@ -61,7 +62,7 @@ def environment() -> Record:
 
 def command_text(arguments: Sequence[str]) -> str:
     """Return the command line of ``python -m benchmarks`` with these arguments."""
-    return shlex.join(["python", "-m", "benchmarks", *arguments])
+    return shlex.join([*_PROGRAM, *arguments])
 
 
 def device_name() -> str:
@@ -108,13 +109,13 @@ def joined(record: Record, earlier: Record) -> Record:
     Raises
     ------
     BenchmarkError
-        If they are of different suites or devices.
+        If they are of different commands, suites or devices.
     """
-    for key in ("suite", "device"):
-        if earlier.get(key) != record.get(key):
-            raise BenchmarkError(
-                f"the records are of {key} {earlier.get(key)!r} and {record.get(key)!r}"
-            )
+    commands = [{**x, "command": _name_of(x["command"])} for x in (earlier, record)]
+    for key in ("command", "suite", "device"):
+        before, now = (x.get(key) for x in commands)
+        if before != now:
+            raise BenchmarkError(f"the records are of {key} {before!r} and {now!r}")
     names = {row["name"] for row in record["rows"]}
     kept = [{"run": earlier["date"]} | x for x in earlier["rows"] if x["name"] not in names]
     last = {key: earlier[key] for key in ("date", "command", "versions", "source_digests")}
@@ -122,6 +123,11 @@ def joined(record: Record, earlier: Record) -> Record:
     known = [*earlier.get("runs", []), last, *record.get("runs", [])]
     runs = [run for run in known if run["date"] in needed]
     return record | {"runs": runs, "rows": [*kept, *record["rows"]]}
+
+
+def _name_of(command: str) -> str:
+    """Return which of the benchmarks' commands a command line is."""
+    return shlex.split(command)[len(_PROGRAM)]
 
 
 def outdated(record: Record) -> list[str]:

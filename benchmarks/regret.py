@@ -27,11 +27,10 @@ import numpy as np
 
 from benchmarks import record as records
 from benchmarks.errors import BenchmarkError
-from benchmarks.measure import rotating
 from benchmarks.record import Record
 from benchmarks.rows import OURS, Row, jitted
 from benchmarks.samples import draw_sample
-from benchmarks.timing import Runs, rows_of_a_profile, times_of_rows
+from benchmarks.timing import Runs, rotating, rows_of_a_profile, times_of_rows
 from jax_tilekern.cli.console import output_file
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.select import candidates, workload_of
@@ -220,8 +219,8 @@ class _Timed:
         return runs
 
     def _runs(self, key: str, side: Any, sets: Sequence[Any]) -> Runs:
-        warm = {_WARM + key: rotating(self.row, side, sets[:1])} if self.warm else {}
-        return {key: rotating(self.row, side, sets), **warm}
+        found = {key: sets} | ({_WARM + key: sets[:1]} if self.warm else {})
+        return {name: self.row.types_enabled()(rotating(side, x)) for name, x in found.items()}
 
     def record(self, seconds: Mapping[str, float]) -> Record:
         """Return what the record has of the product, with the side that the policy takes."""

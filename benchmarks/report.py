@@ -120,7 +120,9 @@ class Ceilings:
 
     def loses(self, row: Record) -> bool:
         """Say whether a row is slower than its targets, or takes more memory than its limit."""
-        slower = any(ratio < row["target"].get(peer, 0) for peer, ratio in row["ratio"].items())
+        slower = any(
+            ratio < row.get("target", {}).get(peer, 0) for peer, ratio in row["ratio"].items()
+        )
         memory = row.get("temporaries", {}).get("ours", 0) > row.get("temporary", math.inf)
         return slower or memory or bool(row.get("share") and self.share(row) < row["share"])
 

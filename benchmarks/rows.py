@@ -211,10 +211,15 @@ class Row:
             arrays[1:] = map(_scaled, arrays[1:])
         return (*arrays, jnp.asarray(self.group_sizes, jnp.int32)) if self.split else (*arrays,)
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the row has 64-bit types."""
+        return np.zeros((), self.types[0]).real.itemsize == 8
+
     @contextlib.contextmanager
     def types_enabled(self) -> Iterator[None]:
         """Let JAX have 64-bit types inside the context if the row has them."""
-        with jax.enable_x64(np.zeros((), self.types[0]).real.itemsize == 8):
+        with jax.enable_x64(self.is_wide):
             yield
 
 
@@ -333,7 +338,8 @@ def _one_product(lhs: Array, rhs: Array, _: Array, numbers: Any, **types: Any) -
     return lax.dot_general(lhs, rhs, (contracted, batch), **types)
 
 
-def _dense_operands(operands: Operands) -> Operands:
+def dense_operands(operands: Sequence[Any]) -> Operands:
+    """Return what one product takes in place of a grouped GEMM's operands."""
     return tuple(x[0] if x.ndim == 3 else x for x in operands)
 
 
@@ -385,10 +391,6 @@ class Operation:
     arithmetic: bool = False
     peer: str = "XLA"
     sides: Mapping[str, Callable[[], Any]] = field(default_factory=lambda: {"XLA": lambda: XLA})
-
-    def peer_operands(self, operands: Operands) -> Operands:
-        """Return what the peer takes in place of ours."""
-        return _dense_operands(operands) if self.peer == "dense" else operands
 
 
 OPERATIONS = {

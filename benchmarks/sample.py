@@ -17,11 +17,8 @@ import argparse
 import dataclasses
 import functools
 import math
-import os
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -34,21 +31,11 @@ import jax_tilekern as jtk
 from benchmarks.catalog import DESCRIPTIONS, SAMPLED
 from benchmarks.catalog.call import Sampled, Side
 from benchmarks.catalog.draw import Draw
+from benchmarks.commands import ProgramsCommand
 from benchmarks.errors import BenchmarkError
-from benchmarks.programs import (
-    Arrays,
-    CompiledProgram,
-    Errors,
-    Program,
-    RowsCommand,
-    checked,
-    compiled,
-    on_gpu,
-)
-from benchmarks.record import Record
+from benchmarks.programs import SIDE_BY_SIDE, Arrays, Errors, Program, on_gpu
 from benchmarks.regret import spread
 from benchmarks.samples import LIMITS
-from benchmarks.timing import Runs, Times, device_times, times_of_rows
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import NoKernel
@@ -58,7 +45,6 @@ from jax_tilekern.tuning.tuner import TunedChoices, products_of, using
 _SCALES = {"cpu": 64, "gpu": 4096}
 _DEFAULT = tuple(name for name in SAMPLED if name in DESCRIPTIONS)
 _ATTEMPTS = 1000
-_CALLS_AT_A_TIME = 8
 
 
 @dataclass(frozen=True)
@@ -143,45 +129,26 @@ def _largest_difference(ours: jax.Array, theirs: jax.Array) -> jax.Array:
     return error / jnp.max(jnp.abs(theirs), initial=1e-30, where=finite)
 
 
-def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
+def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
     device = "gpu" if on_gpu() else "cpu"
-    end = time.monotonic() + 60 * arguments.minutes
-    names = [(name, index) for index in range(arguments.count) for name in arguments.operations]
-    calls = [DrawnCall(name, arguments.seed, index, device) for name, index in names]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for start in range(0, len(calls), _CALLS_AT_A_TIME):
-            chunk = calls[start : start + _CALLS_AT_A_TIME]
-            if time.monotonic() > end:
-                return
-            # NVRTC and XLA compile without the interpreter's lock.
-            compiling = functools.partial(_compiled, arguments.policy, arguments.candidates)
-            programs = [checked(program) for program in pool.map(compiling, chunk)]
-            times = iter(_times([x.runs for x in programs if x.is_right], arguments.seconds))
-            for call, program in zip(chunk, programs, strict=True):
-                row = program.row(next(times)) if program.is_right else program.fields
-                yield row | {"draw": list(dataclasses.astuple(call))}
+    for index in range(arguments.count):
+        for name in arguments.operations:
+            drawn = DrawnCall(name, arguments.seed, index, device)
+            yield _program(drawn, arguments.policy, arguments.candidates)
 
 
-def _times(runs: Sequence[Runs], seconds: float) -> Sequence[Times]:
-    """Return the times of several programs, for which one profile serves on a GPU."""
-    if on_gpu() and runs:
-        return times_of_rows(runs, seconds)
-    return [device_times(x, seconds) for x in runs]
-
-
-def _compiled(policy: str, most: int, drawn: DrawnCall) -> CompiledProgram:
+def _program(drawn: DrawnCall, policy: str, most: int) -> Program:
     ours, sides = drawn.function(jtk), drawn.call.sides()
     for key, choice in choices_of_candidates(drawn, most).items() if most else ():
         sides[key] = Side(ours, functools.partial(using, choice))
     contexts = {key: side.context for key, side in sides.items() if side.context}
-    return compiled(
-        Program(
-            drawn.name, functools.partial(drawn.call.values, drawn.index),
-            {"ours": ours} | {key: side.function for key, side in sides.items()},
-            _errors, group=f"`{drawn.description}`", wide=drawn.call.is_wide,
-            contexts={"ours": functools.partial(jtk.policy, policy), **contexts},
-            beyond_cache=True,
-        )
+    return Program(
+        drawn.name, functools.partial(drawn.call.values, drawn.index),
+        {"ours": ours} | {key: side.function for key, side in sides.items()},
+        _errors, group=f"`{drawn.description}`", wide=drawn.call.is_wide,
+        contexts={"ours": functools.partial(jtk.policy, policy), **contexts},
+        beyond_cache=True, fields={"draw": list(dataclasses.astuple(drawn))},
+        side_by_side=SIDE_BY_SIDE,
     )  # fmt: skip
 
 
@@ -202,11 +169,10 @@ def choices_of_candidates(call: DrawnCall, most: int) -> dict[str, TunedChoices]
     return result
 
 
-COMMAND = RowsCommand(
-    "time random calls of any operation against plain JAX", _rows, 0.1,
+COMMAND = ProgramsCommand(
+    "random calls of any operation against plain JAX", _programs, 0.1,
     operations={"nargs": "+", "choices": SAMPLED, "default": _DEFAULT, "metavar": "NAME"},
     count={"type": int, "default": 10, "help": "calls of an operation (%(default)s)"},
-    minutes={"type": float, "default": math.inf, "help": "begin no calls after this time"},
     seed={"type": int, "default": 0, "help": "even ones are for fitting, odd ones for reporting"},
     policy={"choices": ("auto", "kernels"), "default": "auto", "help": "of the library"},
     candidates={"type": int, "metavar": "K", "default": 0, "help": "sides of each product beside"},

@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 import jax_tilekern as jtk
-from benchmarks.programs import KERNELS, Arrays, Program, program_command
+from benchmarks.commands import ProgramsCommand
+from benchmarks.programs import KERNELS, Arrays, Program
 
 _BF16, _F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
@@ -107,4 +108,4 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     )  # fmt: skip
 
 
-COMMAND = program_command("scans", _programs)
+COMMAND = ProgramsCommand("scans", _programs)

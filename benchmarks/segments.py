@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
-from benchmarks.programs import Arrays, Errors, Program, program_command
+from benchmarks.commands import ProgramsCommand
+from benchmarks.programs import Arrays, Errors, Program
 
 _BF16, _F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
@@ -111,4 +112,4 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     yield from _messages(4 * 2**20, 2**20, 64)
 
 
-COMMAND = program_command("reductions to segments", _programs)
+COMMAND = ProgramsCommand("reductions to segments", _programs)

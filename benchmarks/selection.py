@@ -13,14 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
-from benchmarks.programs import (
-    Arrays,
-    Errors,
-    Program,
-    on_gpu,
-    program_command,
-    random_arrays,
-)
+from benchmarks.commands import ProgramsCommand
+from benchmarks.programs import Arrays, Errors, Program, on_gpu, random_arrays
 
 _F32, _BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 # On a CPU rows have this part of the columns.
@@ -125,4 +119,4 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     yield dataclasses.replace(searches, arguments=lambda: _first_sorted(*searches.arguments()))
 
 
-COMMAND = program_command("the largest elements and orders of rows", _programs)
+COMMAND = ProgramsCommand("the largest elements and orders of rows", _programs)

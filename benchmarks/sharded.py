@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_tilekern as jtk
-from benchmarks.programs import ROWS, RowsCommand, matches
+from benchmarks.commands import ROWS, RowsCommand, matches
 from benchmarks.record import Record
 from jax_tilekern.plans.overlap import in_parts
 

@@ -23,16 +23,8 @@ import numpy as np
 
 import jax_tilekern as jtk
 from benchmarks import moe
-from benchmarks.programs import (
-    Arrays,
-    Errors,
-    Program,
-    RowsCommand,
-    on_gpu,
-    program_command,
-    random_arrays,
-    relative,
-)
+from benchmarks.commands import ProgramsCommand, RowsCommand
+from benchmarks.programs import Arrays, Errors, Program, on_gpu, random_arrays, relative
 from benchmarks.record import Record
 from jax_tilekern.ops.products.scaled_operands import dequantized
 
@@ -159,6 +151,6 @@ def _relative_norm(found: Any, exact: Any) -> float:
 
 
 COMMANDS = {
-    "small_weights": program_command("products by weights of 4 and 8 bits", _programs),
+    "small_weights": ProgramsCommand("products by weights of 4 and 8 bits", _programs),
     "small_weights_accuracy": RowsCommand("compare products by weights with float64", _accuracy),
 }

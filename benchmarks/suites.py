@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +37,6 @@ class Suite:
     operation: str
     rows: tuple[Row, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)
-
-    def matching(self, pattern: str) -> Suite:
-        """Return the suite with only the rows that a pattern picks.
-
-        It is a shell pattern for the name of the row or of its group, or a part of one of them.
-
-        Raises
-        ------
-        BenchmarkError
-            If none does.
-        """
-
-        def picked(name: str) -> bool:
-            return fnmatch.fnmatch(name, pattern) or pattern in name
-
-        rows = tuple(row for row in self.rows if picked(row.name) or picked(row.group))
-        if not rows:
-            names = "; ".join(row.name for row in self.rows)
-            raise BenchmarkError(f"no row of {self.name} matches {pattern!r}; there are {names}")
-        return replace(self, rows=rows)
 
 
 def suite_names(operation: str) -> list[str]:

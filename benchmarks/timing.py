@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jax_tilekern.cli import machine
 from jax_tilekern.tuning.device_time import CallBlock, run_blocks
 from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
 
 _ROUNDS = 5
 _MOST_CALLS = 20
+_STABLE_ROUNDS, _MOST_STABLE_CALLS = 12, 200
+# Warm-up ends when two blocks in a row took the same time to within this, or after some seconds.
+_STABLE, _LONGEST_WARM_UP = 0.03, 3.0
+_BANDWIDTH_CALLS = 16
 # The longest call, in seconds, that the host's work for a call may hide.
 _SHORT_CALL = 1e-3
 # What the operands of the rows of one profile may take.
@@ -44,11 +53,14 @@ class Times(NamedTuple):
         The same blocks by the host's clock, which includes what the GPU waits.
     method
         What ``device`` has, in words.
+    sm_mhz
+        The clock of the GPU's SMs, where it was asked for.
     """
 
     device: Mapping[str, tuple[float, ...]]
     host: Mapping[str, tuple[float, ...]]
     method: str
+    sm_mhz: int | None = None
 
     def medians(self) -> dict[str, float]:
         """Return the median time of each side."""
@@ -63,12 +75,20 @@ class Times(NamedTuple):
             if name != "ours"
         }
         wall = {name: float(np.median(times)) for name, times in self.host.items()}
+        more = {"wall_seconds": wall if wall != self.medians() else {}, "sm_mhz": self.sm_mhz}
         return {
             "seconds": self.medians(),
             "ratio": {name: found[0] for name, found in ratios.items()},
             "spread": {name: found[1:] for name, found in ratios.items()},
             "method": self.method,
-        } | ({"wall_seconds": wall} if wall and wall != self.medians() else {})
+            **{key: value for key, value in more.items() if value},
+        }
+
+
+def rotating(side: Callable[..., Any], sets: Sequence[Sequence[Any]]) -> Callable[[], Any]:
+    """Return what calls a side with the next of several sets of arguments."""
+    turns = itertools.cycle(sets)
+    return lambda: side(*next(turns))
 
 
 def _order(sides: Iterable[str], rounds: int) -> list[str]:
@@ -92,6 +112,33 @@ def device_times(runs: Runs, seconds: float) -> Times:
     if jax.default_backend() == "cpu":
         return wall_times(runs, seconds)
     return times_of_rows([runs], seconds)[0]
+
+
+def stable_times(runs: Runs, seconds: float) -> Times:
+    """Return the device times of sides, in many calls that begin when they are stable."""
+    _warm_up(runs)
+    (times,) = times_of_rows([runs], seconds, _STABLE_ROUNDS, _MOST_STABLE_CALLS)
+    return times._replace(sm_mhz=_sm_mhz(runs["ours"]))
+
+
+def _warm_up(runs: Runs) -> None:
+    """Run all sides until their time is stable."""
+    end, before = time.perf_counter() + _LONGEST_WARM_UP, math.inf
+    while time.perf_counter() < end:
+        now = sum(wall_seconds(partial(repeated, run, 20)) for run in runs.values())
+        if abs(now - before) <= _STABLE * now:
+            break
+        before = now
+
+
+def _sm_mhz(run: Callable[[], Any]) -> int | None:
+    """Return the clock of the first GPU's SMs while it works, where the driver says it."""
+    with ThreadPoolExecutor(1) as other_thread:
+        looking = other_thread.submit(machine.probe_results, "nvidia_smi")
+        while not looking.done():
+            ready(run())
+    gpus = looking.result()[0].get("nvidia_smi")
+    return int(gpus[0]["clocks.sm"].split()[0]) if gpus else None
 
 
 def wall_times(runs: Runs, seconds: float) -> Times:
@@ -205,3 +252,27 @@ def _wall_times(sides: Mapping[str, Side], rounds: int, why: str = "") -> Times:
         times[name].append(wall_seconds(partial(repeated, side.run, side.calls)) / side.calls)
     found = {name: tuple(values) for name, values in times.items()}
     return Times(found, {}, f"wall time of a call in a row of calls{why}")
+
+
+def bandwidths() -> dict[str, float]:
+    """Return the bytes per second that the default device's memory moves.
+
+    Those of a read are of a sum of many numbers, and those of a copy, read and written together, of
+    adding one to each.
+    """
+    numbers = jnp.ones(1 << (26 if jax.default_backend() == "cpu" else 28), jnp.float32)
+    increment: Callable[[jax.Array], jax.Array] = jax.jit(lambda x: x + 1, donate_argnums=0)
+    total = jax.jit(jnp.sum)
+
+    def incremented() -> jax.Array:
+        nonlocal numbers
+        numbers = increment(numbers)
+        return numbers
+
+    # Each side several times in a row, since the last may be waited for while the others run.
+    read, copy = (
+        min(wall_seconds(partial(repeated, call, _BANDWIDTH_CALLS)) for _ in range(4))
+        for call in (lambda: total(numbers), incremented)
+    )
+    moved = _BANDWIDTH_CALLS * numbers.nbytes
+    return {"read_bytes_per_second": moved / read, "copy_bytes_per_second": 2 * moved / copy}

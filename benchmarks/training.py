@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 import jax_tilekern as jtk
-from benchmarks.programs import RowsCommand
+from benchmarks.commands import RowsCommand
 from benchmarks.record import Record
 from jax_tilekern.cli import network
 from jax_tilekern.cli.digits import load_digits

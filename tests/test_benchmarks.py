@@ -9,11 +9,11 @@ from jax import lax
 from jax.profiler import ProfileData
 from numerics import on_gpu
 
-from benchmarks import command_line, measure, record, suites, timing
+from benchmarks import operations, record, row_programs, suites, timing
 from benchmarks.command_line import main
 from benchmarks.errors import BenchmarkError
-from benchmarks.measure import Case
-from benchmarks.rows import OPERATIONS, OURS, Row, jitted
+from benchmarks.row_programs import program_of
+from benchmarks.rows import OPERATIONS, OURS, XLA, Row, jitted
 from benchmarks.samples import DRAWS, LIMITS, draw_sample
 from jax_tilekern.tuning import device_time
 from jax_tilekern.tuning.device_time import DELAY, CallBlock
@@ -32,13 +32,11 @@ def test_the_suites_are_well_formed(operation, name):
     assert len({row.name for row in rows}) == len(rows) >= 8
     for row in rows:
         assert Row.of(row.text, operation).call == row.call
-        case = Case(row)
+        program = program_of(row)
+        assert program.peer in program.sides
         with row.types_enabled():
-            structs = row.structs
-            peer = case.operation.peer_operands(structs) if not row.split else structs
-            sides = [(case.ours, structs), *([(case.peer, peer)] if not row.split else [])]
-            for side, operands in sides:
-                results = jax.tree.leaves(jax.eval_shape(side, *operands))
+            for side in ("ours",) if row.split else ("ours", "XLA"):
+                results = jax.tree.leaves(jax.eval_shape(program.sides[side], *row.structs))
                 assert [x.shape for x in results] == list(map(row.shape, row.results)), row
                 assert {x.dtype for x in results} == {row.result_type}, row
 
@@ -84,7 +82,7 @@ def test_rows_call_what_their_dimensions_say(operation, dimensions):
         )
     else:
         expected = np.einsum(f"{','.join(row.operands)}->{row.out}", *operands)
-    for side in (Case(row).ours, Case(row).peer):
+    for side in program_of(row).sides.values():
         np.testing.assert_array_equal(side(*operands), expected)
 
 
@@ -107,25 +105,25 @@ def test_all_sides_compute_the_product_of_each_group(dimensions):
         for side in (OURS, lax):
             found = jitted(row, side)(*operands)
             np.testing.assert_allclose(found, exact, rtol=0, atol=bound, err_msg=split)
-        errors = measure.errors(row, operands, found, None)
-        assert measure.fault(row, *errors) is None
+        errors = row_programs.errors(row, operands, found, None)
+        assert row_programs.fault(row, *errors) is None
         # A row, or a matrix, of the largest group.
         wrong = row.group_sizes.argmax()
         wrong = wrong if row.out == "gkn" else row.group_sizes[: wrong + 1].sum() - 1
-        errors = measure.errors(row, operands, found.at[wrong, 3].add(100), None)
-        assert measure.fault(row, *errors).startswith("wrong")
+        errors = row_programs.errors(row, operands, found.at[wrong, 3].add(100), None)
+        assert row_programs.fault(row, *errors).startswith("wrong")
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8 to int32"])
 @pytest.mark.one_in(3)
 def test_one_wrong_element_outside_of_the_sample_is_found(kind):
     row = Row.of(f"{kind} mk,kn->mn m200 n8 k8", "matmul")
-    unseen = sorted(set(range(200)) - set(measure.sampled_indices(200)))[0]
+    unseen = sorted(set(range(200)) - set(row_programs.sampled_indices(200)))[0]
     operands = row.random_operands()
-    peer = Case(row).peer(*operands)
-    ours, theirs, deviation = measure.errors(row, operands, peer.at[unseen, 3].add(3), peer)
+    peer = jitted(row, XLA)(*operands)
+    ours, theirs, deviation = row_programs.errors(row, operands, peer.at[unseen, 3].add(3), peer)
     assert ours == theirs
-    assert "an element" in measure.fault(row, ours, theirs, deviation)
+    assert "an element" in row_programs.fault(row, ours, theirs, deviation)
 
 
 # Profiles. The names are those that XLA's CUPTI collector writes.
@@ -217,15 +215,15 @@ TINY = {
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
     """Leave out what takes long and says nothing of rows."""
-    monkeypatch.setattr(measure, "_LONGEST_CHAIN", 1)
+    monkeypatch.setattr(row_programs, "_LONGEST_CHAIN", 1)
     bandwidths = {"read_bytes_per_second": 1e10, "copy_bytes_per_second": 2e10}
-    monkeypatch.setattr(measure, "bandwidths", lambda: bandwidths)
+    monkeypatch.setattr(operations, "bandwidths", lambda: bandwidths)
 
 
 @pytest.mark.thorough
 def test_a_run_writes_a_record_and_a_report(monkeypatch, tmp_path, capsys):
     tiny = suites.suite_of("tiny", "matmul", TINY)
-    monkeypatch.setattr(command_line, "load_suite", lambda operation, name: tiny)
+    monkeypatch.setattr(operations, "load_suite", lambda operation, name: tiny)
     file = tmp_path / "b.jsonl"
     assert main(["matmul", "--seconds", "0", "--json", str(file)]) == 0
     out = capsys.readouterr().out
@@ -291,5 +289,5 @@ def test_the_committed_records_are_reports(file, capsys):
 def test_errors_beyond_the_rounding_are_faults():
     row = Row.of("float32 mk,kn->mn m8 n8 k8", "matmul")
     for ours in (1.0, float("nan")):
-        assert measure.fault(row, ours, 1e-8, 0.0).startswith("wrong: relative error")
-    assert measure.fault(row, 1e-8, 1e-8, 1e-7) is None
+        assert row_programs.fault(row, ours, 1e-8, 0.0).startswith("wrong: relative error")
+    assert row_programs.fault(row, 1e-8, 1e-8, 1e-7) is None

@@ -11,7 +11,7 @@ from compiled_text import compile_source
 from nvrtc_mark import needs_gpu, needs_nvrtc
 
 import jax_tilekern as jtk
-from benchmarks import first_calls, fit_policy, moe, programs, record, sample
+from benchmarks import commands, first_calls, fit_policy, measure, moe, programs, record, sample
 from benchmarks.command_line import main
 from benchmarks.errors import BenchmarkError
 from benchmarks.ladder import LADDERS as NAMES
@@ -47,16 +47,16 @@ def test_sides_that_fail_are_a_line():
     def ours(x):
         return x + 1
 
-    row = programs.measured(program(ours=ours, XLA=large, parts=ours, absent=absent), 0.01)
+    row = measure.measured(program(ours=ours, XLA=large, parts=ours, absent=absent), 0.01)
     assert set(row["seconds"]) == set(row["error"]) == {"ours", "parts"}
     assert list(row["ratio"]) == ["parts"]
     assert row["failures"]["absent"] == "not installed"
     assert row["failures"]["XLA"].startswith("out of memory: ")
-    alone = programs.measured(program(ours=ours, XLA=wrong), 0.01)
+    alone = measure.measured(program(ours=ours, XLA=wrong), 0.01)
     assert (alone["ratio"], alone["error"]) == ({}, {})
     assert alone["failures"] == {"XLA": "ValueError: first line"}
     with pytest.raises(ValueError, match="first line"):
-        programs.measured(program(ours=wrong, XLA=ours), 0.01)
+        measure.measured(program(ours=wrong, XLA=ours), 0.01)
 
 
 def test_layers_of_experts(tmp_path, monkeypatch, capsys):
@@ -205,8 +205,8 @@ def test_first_lowerings_need_no_gpu(tmp_path):
 
 
 def test_rows_are_named_without_backticks():
-    assert programs.matches("`kernel`: Lorenz", ["kernel*"])
-    assert programs.matches("`kernel`: Lorenz", ["`kernel`*"])
+    assert commands.matches("`kernel`: Lorenz", ["kernel*"])
+    assert commands.matches("`kernel`: Lorenz", ["`kernel`*"])
 
 
 def test_a_pattern_without_rows_is_an_error(capsys):

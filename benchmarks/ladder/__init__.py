@@ -25,10 +25,9 @@ import jax.numpy as jnp
 import jax_tilekern
 from benchmarks import record as records
 from benchmarks.errors import BenchmarkError
-from benchmarks.measure import bandwidths
 from benchmarks.record import Record
 from benchmarks.report import table
-from benchmarks.timing import device_times
+from benchmarks.timing import bandwidths, device_times
 from jax_tilekern.cli.console import duration, output_file, rate
 from jax_tilekern.compilation.nvrtc import CompileError, nvrtc
 from jax_tilekern.inspection.kernel_report import KernelReport
