@@ -37,8 +37,8 @@ class AttentionForward {
   static constexpr bool kScore = Functions::kScore || config.biased;
   static constexpr int kCount = config.keys / 2;
   static_assert(!config.based || (kScore && Functions::kOuter == 1));
-  // A rounded product of a maximum and the rate differs from the exact one by 2**-4 at most.
-  static constexpr float kLargestProduct = 1 << 20;
+  // From this on, scores that differ do so by 16 or more.
+  static constexpr float kLargestBase = 1 << 27;
 
  public:
   AttentionForward(const AttentionShape& shape, const Functions& functions, const int32* counts,
@@ -246,9 +246,8 @@ class AttentionForward {
       }
     };
     // Weights are powers of two of the scores less the maximum, times this.
-    // One FMA computes the exponent, less the rounding of the maximum's product. Rows that have a
-    // base take that rounding from their logarithm, and other exponents have it added. Beyond
-    // `kLargestProduct` the difference comes first.
+    // One FMA computes the exponent, less the rounding of the maximum's product, which rows that
+    // have a base take from their logarithm.
     const float rate = kScore ? Functions::kOuter * kLog2E : shape_.scale * kLog2E;
     if constexpr (Functions::kIsUpToOne) {
 #pragma unroll
@@ -259,8 +258,7 @@ class AttentionForward {
     } else {
       hide(-INFINITY);
       const auto larger = [](float x, float y) { return fmaxf(x, y); };
-      float bases[2], products[2];
-      bool has_small_products = true;
+      float rates[2], products[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float maximum = maxima_[r];
@@ -270,35 +268,36 @@ class AttentionForward {
         }
         maximum = reduced_over_row(maximum, larger);
         // Before the first visible key, weights are zero.
-        bases[r] = maximum == -INFINITY ? 0 : maximum;
-        products[r] = bases[r] * rate;
+        const float base = maximum == -INFINITY ? 0 : maximum;
+        rates[r] = config.based ? rate_of(base, rate) : rate;
+        products[r] = base * rates[r];
         if constexpr (config.based) {
-          const bool is_small = fabsf(products[r]) <= kLargestProduct;
-          const float rounding = is_small ? fmaf(bases[r], rate, -products[r]) : 0;
+          const float rounding = fmaf(base, rates[r], -products[r]);
           factors[r] =
-              exp2_approximate((maxima_[r] - bases[r]) * rate + (rounding - roundings_[r]));
+              exp2_approximate((maxima_[r] - base) * rates[r] + (rounding - roundings_[r]));
           roundings_[r] = rounding;
-          has_small_products = has_small_products && is_small;
         } else {
-          factors[r] = exp2_approximate(fmaf(maxima_[r], rate, -products[r]));
+          factors[r] = exp2_approximate(fmaf(maxima_[r], rates[r], -products[r]));
         }
         maxima_[r] = maximum;
         totals_[r] *= factors[r];
       }
-      const auto weigh = [&](const auto& exponent) {
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-          scores[j] = exp2_approximate(exponent(scores[j], j >> 1 & 1));
-        }
-      };
-      if (!config.based || __all_sync(~0u, has_small_products)) {
-        weigh([&](float score, int r) { return fmaf(score, rate, -products[r]); });
-      } else {
-        weigh([&](float score, int r) { return fmaf(score - bases[r], rate, roundings_[r]); });
+      for (int j = 0; j < kCount; ++j) {
+        const int r = j >> 1 & 1;
+        scores[j] = exp2_approximate(fmaf(scores[j], rates[r], -products[r]));
       }
     }
 #pragma unroll
     for (int j = 0; j < kCount; ++j) totals_[j >> 1 & 1] += scores[j];
+  }
+
+  // Returns the rate of a row with this maximum. That of large scores is a power of two, since
+  // weights are one or none, and rounded products with another rate are far apart.
+  static float rate_of(float base, float rate) {
+    // It brings the maximum to between 2**29 and 2**30.
+    const uint32 exponent = __float_as_uint(base) & 0x7f800000;
+    return fabsf(base) < kLargestBase ? rate : __uint_as_float((283u << 23) - exponent);
   }
 
   void store(int consumer, const Work& work, T* out, float* logsumexp, float* bases,
