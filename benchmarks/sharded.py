@@ -1,5 +1,7 @@
 """Programs that several devices share: ours, JAX's own, and the product of one device alone.
 
+Rows of attention have sequences that devices share, against attention of gathered keys.
+
 Sides of a row of ``overlapped`` are XLA's sharded ``jit``, ours with a collective, ours as it is by
 default, and ours overlapped in several numbers of parts. One of these is the default's program once
 more, which shows the error of the measurement.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import statistics
 import time
@@ -60,7 +63,8 @@ class Program:
     target
         The least of JAX's time, or of the reference's, over ours.
     peer
-        Whether JAX's own program is measured. If not, the reference is ours on one device.
+        Whether JAX's own program is measured, or that program, where other products do not make it
+        of ours. If there is none, the reference is ours on one device.
     added
         Shape of the partial results that devices add up, whose ``all-reduce`` is measured by
         itself; ``None`` if there are none, or if JAX's program has the same.
@@ -76,7 +80,7 @@ class Program:
     out: Any
     alone: Shapes | None = None
     target: float = 0.97
-    peer: bool = True
+    peer: bool | Callable[..., Any] = True
     added: tuple[int, ...] | None = None
     by_hand: Callable[..., Any] | None = None
 
@@ -173,6 +177,50 @@ def programs(devices: int) -> Iterator[Program]:
             )  # fmt: skip
 
 
+def attention_programs(mesh: Mesh) -> Iterator[Program]:
+    """Yield attention of a sequence that devices share, and that of gathered keys and values."""
+    sequence = P(None, "x")
+    specs = (sequence,) * 3
+    over = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=specs, out_specs=sequence, check_vma=False
+    )
+    shape = (2, 4096 * mesh.size, 16, 128)
+    how: Any = "cudnn" if jax.default_backend() == "gpu" else "xla"
+
+    def of_gathered(query: Any, key: Any, value: Any) -> Any:
+        key, value = (lax.all_gather(x, "x", axis=1, tiled=True) for x in (key, value))
+        return jax.nn.dot_product_attention(query, key, value, implementation=how)
+
+    gathered = over(of_gathered)
+    forward = over(functools.partial(jtk.ring_attention, axis_name="x"))
+    name, group = "x".join(map(str, shape)), "attention of a shared sequence"
+    yield Program(
+        name, f"{group}, forward", lambda *_: forward, (shape,) * 3, specs, sequence,
+        peer=gathered,
+    )  # fmt: skip
+    yield Program(
+        name, f"{group}, forward and backward", lambda *_: _with_gradients(forward), (shape,) * 4,
+        (sequence,) * 4, (sequence, specs), peer=_with_gradients(gathered),
+    )  # fmt: skip
+
+
+def random_programs(devices: int, count: int, seed: int) -> Iterator[Program]:
+    """Yield products of random sizes whose rows are gathered or scattered."""
+    rng = np.random.default_rng(seed)
+
+    def size(least: int, most: int, multiple: int) -> int:
+        drawn = math.exp(rng.uniform(math.log(least), math.log(most)))
+        return max(1, round(drawn / multiple)) * multiple
+
+    for _ in range(count):
+        sizes = size(2048, 32768, 128 * devices), *(size(1024, 16384, 64 * devices) for _ in "kn")
+        make, group = (
+            (_gathered, "random rows gathered") if rng.integers(2)
+            else (_scattered, "random rows scattered")
+        )  # fmt: skip
+        yield from make([sizes], devices, group)
+
+
 def overlapped_programs(mesh: Mesh) -> Iterator[Program]:
     """Yield the rows of ``overlapped``."""
     # The last of each is the smallest that is overlapped by default, by prediction.
@@ -217,7 +265,13 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
     """Measure the programs of ``sharded`` or, with numbers of parts, of ``overlapped``."""
     mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(AxisType.Auto,))
     parts = getattr(arguments, "parts", None)
-    for program in programs(mesh.size) if parts is None else overlapped_programs(mesh):
+    if parts is not None:
+        chosen = overlapped_programs(mesh)
+    elif arguments.random:
+        chosen = random_programs(mesh.size, arguments.random, arguments.seed)
+    else:
+        chosen = itertools.chain(programs(mesh.size), attention_programs(mesh))
+    for program in chosen:
         group = (
             program.group if parts is None else f"overlapped with communication: {program.group}"
         )
@@ -234,8 +288,10 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Record]:
 def _sides(program: Program, parts: Sequence[int] | None) -> Iterator[tuple[str, Any, list[Any]]]:
     """Yield the name of each side, its function, and the contexts that it is compiled in."""
     ours = program.function(jtk.matmul, jtk.ragged_dot)
-    if program.peer:
+    if program.peer is True:
         yield "XLA", program.function(jnp.matmul, lax.ragged_dot), []
+    elif program.peer:
+        yield "XLA", program.peer, []
     yield "ours", ours, []
     if parts is None:
         return
@@ -389,7 +445,9 @@ def interleaved(sides: Mapping[str, Callable[[], Any]], seconds: float) -> dict[
 
 COMMANDS = {
     "sharded": RowsCommand(
-        "time programs that all devices share against JAX's own", _rows, 2.0, **ROWS
+        "time programs that all devices share against JAX's own", _rows, 2.0, **ROWS,
+        random={"type": int, "default": 0, "help": "so many products of random sizes instead"},
+        seed={"type": int, "default": 1, "help": "of the random sizes"},
     ),
     "overlapped": RowsCommand(
         "time products that overlap with their communication", _rows, 2.0, **ROWS,

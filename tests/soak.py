@@ -3,7 +3,7 @@
 ``python tests/soak.py --executions 100000`` takes every device of the process. A program has a loop
 of layers, each a gathered and a scattered product and its gradient. Between its runs there are
 collectives, transfers from the host, and donated arrays. A second thread runs products of single
-devices meanwhile. Every result is compared with the first one's bits, which an exact product of
+GPUs meanwhile. Every result is compared with the first one's bits, which an exact product of
 integers has checked. The last line states what was executed; the exit status is 1 after a
 difference.
 """
@@ -30,6 +30,7 @@ import jax_tilekern as jtk
 from jax_tilekern.plans.overlap import in_parts
 
 ROWS, COLUMNS = P("x"), P(None, "x")
+ON_CPU = jax.default_backend() == "cpu"
 OVERLAPPED = 'custom_call_target="jax_tilekern_cuda_launch_overlapped"'
 
 
@@ -56,7 +57,7 @@ class Layers:
 
 
 def layers(mesh: Mesh, count: int, tokens: int, width: int, parts: int | None) -> Layers:
-    """Return a loop of layers whose sums are exact in bfloat16."""
+    """Return a loop of layers whose results are rounded once, if at all."""
     rng = np.random.default_rng(0)
     hidden = 2 * width
     # Layers exchange columns and change signs, so that elements stay -1, 0 and 1.
@@ -89,13 +90,18 @@ def layers(mesh: Mesh, count: int, tokens: int, width: int, parts: int | None) -
 
 
 def exact(count: int, x: Any, up: Any, down: Any) -> Any:
-    """Return the results of the loop, by integers."""
+    """Return the results of the loop as integers, which bfloat16 may round."""
     found = []
     for _ in range(count):
         hidden, by_hidden = x @ up, x @ down.T
         found.append((by_hidden @ up.T, x.T @ by_hidden, hidden.T @ x))
         x = hidden @ down
     return x, tuple(np.stack(each) for each in zip(*found, strict=True))
+
+
+def waited_for(results: Any) -> Any:
+    """Return results, on CPUs when they are there: collectives in flight take threads there."""
+    return jax.block_until_ready(results) if ON_CPU else results
 
 
 class OtherWork:
@@ -132,12 +138,14 @@ class OtherWork:
             self.products += len(arrays)
 
     def __enter__(self) -> OtherWork:
-        self.thread.start()
+        if not ON_CPU:
+            self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
-        self.thread.join()
+        if not ON_CPU:
+            self.thread.join()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,21 +170,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     same = jax.jit(lambda a, b: jnp.stack([jnp.all(x == y) for x, y in zip(a, b, strict=True)]))
     first = loop.run(*loop.arrays)
     wrong = sum(
-        not np.array_equal(np.asarray(x, np.float64), y)
+        not np.array_equal(x, y.astype(jnp.bfloat16))
         for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(loop.wanted), strict=True)
     )
     start, runs, done, pending = time.monotonic(), 1, loop.executions, []
     # On CPUs nothing is exchanged, and the runs are counted.
-    each, on_cpu = loop.executions or 1, jax.default_backend() == "cpu"
+    each = loop.executions or 1
     with OtherWork(mesh) as other:
         while done < given.executions and time.monotonic() - start < given.seconds:
-            found = loop.run(*loop.arrays)
-            if on_cpu:
-                # Programs with collectives that are in flight may take each other's threads.
-                jax.block_until_ready(found)
-            total = other.between(runs)
-            if on_cpu:
-                jax.block_until_ready(total)
+            found = waited_for(loop.run(*loop.arrays))
+            waited_for(other.between(runs))
             runs, done = runs + 1, done + each
             pending.append(functools.partial(same, jax.tree.leaves(found), jax.tree.leaves(first)))
             if len(pending) == given.check_every:

@@ -668,6 +668,29 @@ def test_the_soak_finds_differences(monkeypatch, capsys):
     assert "4 results differ" in capsys.readouterr().out
 
 
+def test_benchmark_of_a_shared_sequence(monkeypatch):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices()[:2])
+    monkeypatch.setattr(sharded_programs, "interleaved", lambda sides, _: {x: [1.0] for x in sides})
+    monkeypatch.setattr(sharded_programs, "REPEATS", 1)
+    for row in sharded_programs.attention_programs(mesh):
+        small = dataclasses.replace(row, shapes=((2, 64, 2, 16),) * len(row.shapes))
+        measured = sharded_programs.measured(small, mesh, 0, None)
+        assert set(measured["seconds"]) == {"XLA", "ours"}
+        assert "failure" not in measured
+
+
+def test_random_rows_of_the_benchmark():
+    """Sizes follow from the seed alone, and divide among devices."""
+    first, again, other = (
+        list(sharded_programs.random_programs(4, 20, seed)) for seed in (1, 1, 2)
+    )
+    assert [x.name for x in first] == [x.name for x in again] != [x.name for x in other]
+    assert {x.group for x in first} == {"random rows gathered", "random rows scattered"}
+    for program in first:
+        (m, k), (_, n) = program.shapes
+        assert m % 4 == k % 4 == n % 4 == 0
+
+
 def test_benchmark(monkeypatch):
     """Every side of a small row is compiled, and its results are compared."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices()[:2])

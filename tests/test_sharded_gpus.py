@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from sharded import collectives
 from test_sharded_processes import free_port, output
 
 import jax_tilekern as jtk
+from benchmarks.catalog.oracles import ORACLES
 from jax_tilekern.plans import overlap
 from jax_tilekern.plans.overlap import in_parts
 
@@ -330,6 +332,50 @@ def test_executions_in_flight(rng, mesh, name):
     results = [donating(x, w) for x in copies]
     for i, y in enumerate(results):
         np.testing.assert_array_equal(np.asarray(y), wanted[i // 3])
+
+
+RING = {
+    "all keys": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "local_window_size": (300, 0)},
+    "score": {"score_mod": lambda s, b, h, q, k: s - 2.0 ** -(h + 1.0) * jnp.abs(q - k)},
+}
+
+
+@pytest.mark.parametrize("name", RING)
+def test_ring_attention(rng, mesh, name):
+    """Values and gradients of a sequence that devices share are those of one device."""
+    options, sequence = RING[name], P(None, "x")
+    shapes = ((2, 1024, 4, 64), (2, 1024, 2, 64), (2, 1024, 2, 64), (2, 1024, 4, 64))
+    arrays = [rng.standard_normal(s, np.float32).astype(jnp.bfloat16) for s in shapes]
+    over = jax.shard_map(
+        functools.partial(jtk.ring_attention, axis_name="x", **options),
+        mesh=mesh, in_specs=(sequence,) * 3, out_specs=sequence,
+    )  # fmt: skip
+
+    def with_gradients(attend):
+        def run(query, key, value, cotangent):
+            out, transpose = jax.vjp(attend, query, key, value)
+            return out, *transpose(cotangent)
+
+        return jax.jit(run)
+
+    args = placed(mesh, arrays, [sequence] * 4)
+    compiled = with_gradients(over).lower(*args).compile()
+    assert {x.kind for x in collectives(compiled)} <= {"collective-permute", "all-reduce"}
+    assert "jax_tilekern_cuda_launch" in compiled.as_text()
+    # Float64 on one device.
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        wanted = with_gradients(functools.partial(ORACLES.attention, **options))(*exact)
+        wanted = jax.tree.map(np.asarray, wanted)
+    found = [jax.tree.map(np.asarray, compiled(*args)) for _ in range(3)]
+    for again in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0], again)
+    for x, y in zip(found[0], wanted, strict=True):
+        # Weights, results of blocks, the merged result and cotangents are rounded to 8 bits.
+        error = np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y)
+        assert error <= 8 * 2.0**-9
 
 
 def test_many_executions():
