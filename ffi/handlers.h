@@ -12,6 +12,7 @@ XLA_FFI_Error* CpuSum(XLA_FFI_CallFrame* frame);             // cpu/sum.cc
 XLA_FFI_Error* CpuAdd(XLA_FFI_CallFrame* frame);             // cpu/add.cc
 XLA_FFI_Error* CpuOrderByKey(XLA_FFI_CallFrame* frame);      // cpu/order_by_key.cc
 XLA_FFI_Error* CpuSegmentReduce(XLA_FFI_CallFrame* frame);   // cpu/segment_reduce.cc
+XLA_FFI_Error* CpuUpdateRows(XLA_FFI_CallFrame* frame);      // cpu/update_rows.cc
 XLA_FFI_Error* CpuMatrixInverse(XLA_FFI_CallFrame* frame);   // cpu/small_matrices.cc
 XLA_FFI_Error* CpuMatrixLu(XLA_FFI_CallFrame* frame);        // cpu/small_matrices.cc
 XLA_FFI_Error* CpuMatrixCholesky(XLA_FFI_CallFrame* frame);  // cpu/small_matrices.cc

@@ -34,6 +34,7 @@ nb::dict Registrations() {
   cpu["jax_tilekern_cpu_add"] = Handler(CpuAdd);
   cpu["jax_tilekern_cpu_order_by_key"] = Handler(CpuOrderByKey);
   cpu["jax_tilekern_cpu_segment_reduce"] = Handler(CpuSegmentReduce);
+  cpu["jax_tilekern_cpu_update_rows"] = Handler(CpuUpdateRows);
   cpu["jax_tilekern_cpu_matrix_inverse"] = Handler(CpuMatrixInverse);
   cpu["jax_tilekern_cpu_matrix_lu"] = Handler(CpuMatrixLu);
   cpu["jax_tilekern_cpu_matrix_cholesky"] = Handler(CpuMatrixCholesky);

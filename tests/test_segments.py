@@ -492,6 +492,104 @@ def test_scatter_add_of_no_rows_is_the_table(x64, dtype):
         jtk.scatter_add(table, np.zeros(0, int), np.ones((0, 3)))
 
 
+FEW = [("float16", 5), ("bfloat16", 40), ("float32", 300), ("int32", 300), ("complex64", 200)]
+
+
+@pytest.mark.parametrize(("dtype", "columns"), FEW)
+def test_few_rows_are_updated_one_by_one(rng, dtype, columns):
+    table, rows = (np.asarray(whole(rng, n, columns).astype(dtype)) for n in (900, 70))
+    # Row 5 has a third of the updates. Negative numbers count from the last row.
+    ids = np.where(rng.random(70) < 0.3, 5, rng.integers(-950, 950, 70))
+    inside = (ids >= -900) & (ids < 900)
+    wanted, zeros = table.astype(np.complex128), np.zeros((900, columns), np.complex128)
+    np.add.at(wanted, ids[inside], rows[inside])
+    np.add.at(zeros, np.where(ids < 0, ids + 900, ids)[inside], rows[inside])
+    found = jtk.scatter_add(table, ids, rows)
+    summed = jtk.segment_sum(rows, np.where(ids < 0, ids + 900, ids), 900)
+    for result, exact in ((found, wanted), (summed, zeros)):
+        np.testing.assert_array_equal(np.asarray(result).astype(np.complex128), exact)
+        assert result.dtype == dtype
+
+
+@of_a_cpu
+@pytest.mark.defaults
+def test_updates_of_a_cpu_are_what_is_faster():
+    def kernels(function, *args):
+        return [choice.kernel for choice in jtk.explain(function, *args) if choice.kernel]
+
+    def added(dtype, rows, columns, edges):
+        shapes = (rows, columns), (edges, columns)
+        table, updates = (jax.ShapeDtypeStruct(x, dtype) for x in shapes)
+        ids = jax.ShapeDtypeStruct((edges,), np.int32)
+        summed = functools.partial(jtk.segment_sum, num_segments=rows)
+        return [
+            [x.split()[0] for x in kernels(*call) if "order" not in x]
+            for call in ((jtk.scatter_add, table, ids, updates), (summed, updates, ids))
+        ]
+
+    for dtype in ("float16", "bfloat16", "float32"):
+        assert added(dtype, 50000, 512, 100) == [["cpu_update_rows"]] * 2
+        assert ["cpu_update_rows"] not in added(dtype, 100, 16, 5000)
+    # XLA adds narrow rows in place; it would round each update of 16-bit floats.
+    assert added("float32", 50000, 16, 100)[0] == []
+    assert added("float16", 50000, 16, 100)[0] == ["cpu_update_rows"]
+    with jtk.policy("kernels"):
+        assert added("float32", 50000, 16, 100)[0] == ["cpu_update_rows"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_updates_are_rounded_once(dtype):
+    limit = 2 / float(jnp.finfo(dtype).eps)
+    for rows in (4, 3000):
+        table = jnp.full((rows, 3), limit, dtype)
+        found = jtk.scatter_add(table, np.full(64, 2), jnp.ones((64, 3), dtype))
+        np.testing.assert_array_equal(found[2], np.full(3, limit + 64).astype(dtype))
+        assert float(jnp.abs(found - table).sum()) == 3 * 64
+
+
+def test_updates_of_few_rows_have_derivatives(rng):
+    table, rows, ids = whole(rng, 400, 8), whole(rng, 6, 8), np.array([3, 3, -1, 399, 500, 0])
+
+    def by_jax(table, rows, ids):
+        return table.at[ids].add(rows)
+
+    def results(function, table, rows, ids):
+        def energy(*args):
+            return (function(*args, ids) ** 3).sum()
+
+        args, moved = (table, rows), (table / 2, rows / 4)
+        return (
+            jax.jvp(lambda *x: function(*x, ids), args, moved),
+            jax.grad(energy, (0, 1))(*args),
+            jax.jvp(jax.grad(energy, (0, 1)), args, moved),
+        )
+
+    def ours(table, rows, ids):
+        return jtk.scatter_add(table, ids, rows)
+
+    expected, found = (results(f, table, rows, ids) for f in (by_jax, ours))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    tables, many = whole(rng, 5, 400, 8), rng.integers(-410, 410, (5, 6))
+    for axes, args in (
+        ((0, None, 0), (tables, rows, many)),
+        ((None, 0, None), (table, whole(rng, 5, 6, 8), ids)),
+    ):
+        wanted, result = (
+            jax.vmap(lambda *x, f=f: results(f, *x), axes)(*args) for f in (by_jax, ours)
+        )
+        jax.tree.map(np.testing.assert_array_equal, result, wanted)
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_devices_update_few_rows(rng, types):
+    table, rows, ids = whole(rng, 400, 8), whole(rng, 8, 8), rng.integers(0, 400, 8)
+    wanted = jtk.scatter_add(table, ids, rows)
+    mesh = mesh_of(MESH_TYPES[types])
+    with jax.set_mesh(mesh):
+        args = [put(mesh, x, s) for x, s in ((table, P("d")), (ids, P("d")), (rows, P("d", "m")))]
+        np.testing.assert_array_equal(jax.jit(jtk.scatter_add)(*args), wanted)
+
+
 def test_functions_of_edges_of_nothing(rng):
     x, ids = random(rng, (4, 3), np.float32), np.array([0, 2, 1, 0])
 

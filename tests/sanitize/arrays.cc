@@ -1,6 +1,6 @@
-// Transposes, sums, additions, dot products and sums by segment on every instruction set that this
-// CPU runs, over arrays that end where their memory ends. Elements are small integers, so every sum
-// is exact in any order and is compared bit by bit.
+// Transposes, sums, additions, dot products, sums by segment and updated rows on every instruction
+// set that this CPU runs, over arrays that end where their memory ends. Elements are small
+// integers, so every sum is exact in any order and is compared bit by bit.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -59,6 +59,7 @@ struct Problem {
   std::map<std::string, Attribute> attributes;
   Bytes expected;
   int64_t result_bytes;
+  Bytes in_place = nullptr;  // what the result has before the call, as the last operand
 
   // What is wrong with the handler's result, or nothing.
   std::string Run(Pool pool, int64_t threads) const {
@@ -66,7 +67,12 @@ struct Problem {
     std::memset(out.get(), 0x55, result_bytes);
     FrameBuffer target = result;
     target.data = out.get();
-    const std::string error = CallHandler(handler, operands, {target}, attributes, pool, threads);
+    std::vector<FrameBuffer> all = operands;
+    if (in_place != nullptr) {
+      std::memcpy(out.get(), in_place.get(), result_bytes);
+      all.push_back(target);
+    }
+    const std::string error = CallHandler(handler, all, {target}, attributes, pool, threads);
     if (!error.empty()) return error;
     const auto* differs = std::mismatch(out.get(), out.get() + result_bytes, expected.get()).first;
     if (differs == out.get() + result_bytes) return {};
@@ -175,6 +181,33 @@ class Checks {
           {"batch", Attribute::Number(1)},     {"columns", Attribute::Number(columns)},
           {"reduction", Attribute::Number(0)}, {"by_key", Attribute::Number(by_key)}};
       problem.name += ToText({edges, columns, segments, by_key});
+      problem.expected = Elements(type, sums);
+      Check(problem);
+    }
+  }
+
+  // Updates of zeros and of a table, of which row 1 has half.
+  void UpdatedRows(const Type& type, int64_t edges, int64_t columns, int64_t rows) {
+    const std::vector<double> x = Draw(edges * columns), start = Draw(rows * columns);
+    const Bytes memory = Elements(type, x);
+    std::vector<int32_t> keys(edges);
+    for (int32_t& key : keys) {
+      key = random_() % 2 == 0 ? 1 : static_cast<int32_t>(random_() % (rows + 2)) - 1;
+    }
+    for (bool has_table : {false, true}) {
+      std::vector<double> sums = has_table ? start : std::vector<double>(rows * columns);
+      for (int64_t i = 0; i < edges; ++i) {
+        if (keys[i] < 0 || keys[i] >= rows) continue;
+        for (int64_t c = 0; c < columns; ++c) sums[keys[i] * columns + c] += x[i * columns + c];
+      }
+      Problem problem = Make("updated rows", type, CpuUpdateRows, {rows, columns});
+      problem.operands = {{type.ffi, memory.get(), {edges, columns}},
+                          {XLA_FFI_DataType_S32, keys.data(), {edges}}};
+      if (has_table) problem.in_place = Elements(type, start);
+      problem.attributes = {{"edges", Attribute::Number(edges)},
+                            {"rows", Attribute::Number(rows)},
+                            {"columns", Attribute::Number(columns)}};
+      problem.name += ToText({edges, columns, rows, has_table});
       problem.expected = Elements(type, sums);
       Check(problem);
     }
@@ -340,11 +373,17 @@ void CheckArrays(Counts& counts, bool threads_only) {
     if (type.bytes != 2) checks.Segments(type, 30000, 5, 9);
     if (type.bytes != 2) checks.Segments(type, 3000, 70, 900);
   }
+  for (const Type& type : {kF32, kF64, kBF16, kF16, kS8, kS16, kS32, kU64}) {
+    for (int64_t columns : {1, 3, 17, 33, 130}) checks.UpdatedRows(type, 40, columns, 300);
+    checks.UpdatedRows(type, 100, 257, 7);
+    if (type.bytes != 2) checks.UpdatedRows(type, 3000, 70, 900);
+  }
   const std::pair<Type, Type> dots[] = {
       {kF32, kF32}, {kF64, kF64}, {kBF16, kF32}, {kF16, kF32}, {kS8, kS32}};
   for (const auto& [type, out] : dots) {
     for (int64_t k : {1, 3, 64, 1000, 4097, 500001}) checks.Dot(type, out, k);
   }
-  std::printf("arrays: %d transposes, sums, additions, dot products and sums by segment\n",
-              counts.passed - before);
+  std::printf(
+      "arrays: %d transposes, sums, additions, dot products, sums by segment and updated rows\n",
+      counts.passed - before);
 }

@@ -1,5 +1,5 @@
-// Calls of the handlers of transposes, sums, additions and reductions to segments as no lowering
-// makes them: refused with a reason, or computed within their buffers.
+// Calls of the handlers of transposes, sums, additions, reductions to segments and updates of rows
+// as no lowering makes them: refused with a reason, or computed within their buffers.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -159,6 +159,69 @@ Call RandomCall(const Call& valid, std::mt19937& random) {
   return call;
 }
 
+// Updates of 40 rows of 5 numbers in a table of 6.
+struct UpdateCall {
+  std::map<std::string, int64_t> numbers = {{"edges", 40}, {"rows", 6}, {"columns", 5}};
+  XLA_FFI_DataType type = XLA_FFI_DataType_F32, key_type = XLA_FFI_DataType_S32;
+  int tables = 1;
+  bool is_in_place = true;
+  std::vector<int32_t> keys = std::vector<int32_t>(40);
+};
+
+std::string Run(const UpdateCall& call) {
+  std::vector<float> rows(40 * 5), table(6 * 5);
+  const auto size = static_cast<int64_t>(call.keys.size());
+  const std::unique_ptr<int32_t[]> keys(new int32_t[size]);
+  const std::unique_ptr<float[]> out(new float[6 * 5]());
+  std::copy(call.keys.begin(), call.keys.end(), keys.get());
+  std::vector<FrameBuffer> operands = {{call.type, rows.data(), {40, 5}},
+                                       {call.key_type, keys.get(), {size}}};
+  for (int i = 0; i < call.tables; ++i) {
+    operands.push_back({call.type, call.is_in_place ? out.get() : table.data(), {6, 5}});
+  }
+  std::map<std::string, Attribute> attributes;
+  for (const auto& [name, value] : call.numbers) attributes[name] = Attribute::Number(value);
+  return CallHandler(CpuUpdateRows, operands, {{call.type, out.get(), {6, 5}}}, attributes,
+                     Pool::kInline, 2);
+}
+
+struct RefusedUpdates {
+  const char* what;
+  void (*change)(UpdateCall&);
+};
+
+const RefusedUpdates kRefusedUpdates[] = {
+    {"another number of edges", [](UpdateCall& c) { c.numbers["edges"] = 39; }},
+    {"no edges", [](UpdateCall& c) { c.numbers["edges"] = 0; }},
+    {"more rows", [](UpdateCall& c) { c.numbers["rows"] = 7; }},
+    {"the most rows", [](UpdateCall& c) { c.numbers["rows"] = kMost; }},
+    {"negative columns", [](UpdateCall& c) { c.numbers["columns"] = -5; }},
+    {"the most columns", [](UpdateCall& c) { c.numbers["columns"] = kMost; }},
+    {"a key too few", [](UpdateCall& c) { c.keys.pop_back(); }},
+    {"keys of floats", [](UpdateCall& c) { c.key_type = XLA_FFI_DataType_F32; }},
+    {"two tables", [](UpdateCall& c) { c.tables = 2; }},
+    {"a table elsewhere", [](UpdateCall& c) { c.is_in_place = false; }},
+    {"a type of no kernel", [](UpdateCall& c) { c.type = XLA_FFI_DataType_F8E5M2; }},
+};
+
+void CheckHostileUpdates(Counts& counts) {
+  for (const RefusedUpdates& refused : kRefusedUpdates) {
+    UpdateCall call;
+    refused.change(call);
+    counts.Check(Run(call).size() > sizeof "error: ",
+                 std::string("updates refused: ") + refused.what);
+  }
+  std::mt19937 random(7);
+  for (int i = 0; i < 2000; ++i) {
+    UpdateCall call;
+    for (int32_t& key : call.keys) {
+      key = static_cast<int32_t>(random() % 2 == 0 ? random() : random() % 8);
+    }
+    call.tables = i % 2;
+    counts.Check(Run(call).empty(), "updates: any keys: " + Run(call));
+  }
+}
+
 // A reduction of 40 rows of 5 numbers to 6 segments. What is read at random indices is drawn.
 struct SegmentCall {
   std::map<std::string, int64_t> numbers = {{"edges", 40},  {"segments", 6},  {"batch", 1},
@@ -314,4 +377,5 @@ void CheckHostileArrayCalls(Counts& counts) {
                 refused);
   }
   CheckHostileSegments(counts);
+  CheckHostileUpdates(counts);
 }

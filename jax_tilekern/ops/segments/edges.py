@@ -41,6 +41,19 @@ class SegmentCall:
     dtype: np.dtype[Any]  # of the result; floats are reduced in float32 at least
     linear: int = 0  # in how many of the last arrays the function is jointly linear
 
+    @classmethod
+    def of_rows(
+        cls,
+        reduction: Combiner,
+        dtype: np.dtype[Any],
+        *,
+        segments: int,
+        batch: int = 1,
+        is_sorted: bool,
+    ) -> SegmentCall:
+        """Return the call that reduces an array of rows, one for each edge."""
+        return cls((None,), 0, (), segments, batch, is_sorted, reduction, None, np.dtype(dtype))
+
     @property
     def bins(self) -> int:
         """Bins of all batches."""

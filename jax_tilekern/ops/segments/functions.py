@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -34,10 +34,11 @@ from jax_tilekern.ops.segments.plan import (
     plan_of,
 )
 from jax_tilekern.ops.segments.reduce import reduce_rows, reduce_segments
+from jax_tilekern.ops.segments.update_rows import update_rows
 from jax_tilekern.plans.segments.problem import Combiner
 
 Kind = Combiner | Literal["mean"]
-_COMBINE = {"sum": jnp.add, "prod": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum}
+_COMBINE = {"prod": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum}
 
 
 def segment_sum(
@@ -263,7 +264,7 @@ def segment_reduce(
     read = [jnp.asarray(x) for x in arrays]
     if not read:
         raise TypeError("segment_reduce takes at least one array")
-    check_choice("segment_reduce", "reduction", reduction, tuple(_COMBINE))
+    check_choice("segment_reduce", "reduction", reduction, get_args(Combiner))
     places = (None,) * len(read) if gather is None else tuple(gather)
     if len(places) != len(read):
         raise ValueError(f"segment_reduce: {len(places)} entries of gather for {len(read)} arrays")
@@ -405,6 +406,8 @@ def check_values(name: str, kind: Kind, dtype: Any) -> None:
 
 def combined(reduction: Combiner, table: Array, rows: Array, plan: SegmentPlan) -> Array:
     """Combine rows of a table with all their updates, rounded once."""
+    if reduction == "sum":
+        return update_rows(table, rows, *plan.placed)
     wide = wide_dtype(table.dtype)
     updates = reduced(reduction, rows, plan, wide)
     return _COMBINE[reduction](table.astype(wide), updates).astype(table.dtype)

@@ -43,7 +43,7 @@ def refusal(*_: Any, call: SegmentCall) -> Fallback | None:
 
 
 def on_cuda(operands: Sequence[Operand], _: Any, *, call: SegmentCall) -> PlannedKernel | Fallback:
-    problem = _problem(EdgeOperands.of([x.aval for x in operands], call), call)
+    problem = problem_of(EdgeOperands.of([x.aval for x in operands], call), call)
     if isinstance(problem, str):
         return Fallback(problem)
     try:
@@ -64,9 +64,12 @@ def on_cpus(
     if call.function is not None:
         shape = (avals.keys.shape[0], *columns_of(x.shape for x in avals.arrays))
         avals = avals._replace(arrays=(jax.core.ShapedArray(shape, call.function.out_dtypes[0]),))
-    problem = _problem(avals, call.over_stored_values())
+    problem = problem_of(avals, call.over_stored_values())
     if isinstance(problem, str):
         return Fallback(problem)
+    if call.function is None and on_cpu.updates_zeros(problem):
+        read = EdgeOperands.of([x.value for x in operands], call)
+        return updated_rows(problem, *read.arrays, read.keys)
     why = on_cpu.why_slower(problem)
     if why is not None and current_policy() != "kernels":
         return Fallback(why)
@@ -86,6 +89,18 @@ def on_cpus(
     )
 
 
+def updated_rows(problem: SegmentReduction, updates: Any, keys: Any, *table: Any) -> PlannedKernel:
+    """Return the CPU's kernel that adds rows to those of a table, or to zeros without one."""
+    target = ffi.CpuCall(ffi.CPU_UPDATE_ROWS, on_cpu.update_attributes(problem))
+    return PlannedKernel(
+        f"cpu_update_rows {problem.operands[0].dtype}",
+        f"{problem.edges} updates of {problem.segments} rows",
+        target,
+        (updates, keys, *table),
+        aliases={2: 0} if table else {},
+    )
+
+
 def _reduce_stored_values(reduce: Reduce, *operands: Array, call: SegmentCall) -> Array:
     """Reduce the values of edges that XLA computes and stores."""
     read = EdgeOperands.of(operands, call)
@@ -93,7 +108,7 @@ def _reduce_stored_values(reduce: Reduce, *operands: Array, call: SegmentCall) -
     return reduce(read._replace(arrays=(values,), indices=(), plans=()), call.over_stored_values())
 
 
-def _problem(avals: EdgeOperands, call: SegmentCall) -> SegmentReduction | str:
+def problem_of(avals: EdgeOperands, call: SegmentCall) -> SegmentReduction | str:
     """Return what a kernel reduces, or why none does."""
     dtype, value = call.dtype, wide_dtype(call.dtype)
     trailing = columns_of(x.shape for x in avals.arrays)

@@ -50,8 +50,9 @@ def reduce_rows(
     ``placed`` has the keys, the order unless the keys ascend, and the bounds of
     :class:`EdgeOperands`.
     """
-    is_sorted = len(placed) == 2
-    call = SegmentCall((None,), 0, (), segments, batch, is_sorted, reduction, None, np.dtype(dtype))
+    call = SegmentCall.of_rows(
+        reduction, dtype, segments=segments, batch=batch, is_sorted=len(placed) == 2
+    )
     result: Array = _bind(rows, *placed, call=call)
     return result
 

@@ -20,6 +20,12 @@ _LEAST_NUMBERS = 1 << 10
 _LEAST_SCATTERED = 1 << 14
 # From so many numbers on, a sort costs less than writing far segments at random.
 _LEAST_SORTED_NUMBERS = 1 << 23
+# Nanoseconds of an update of a row by itself and of each of its numbers, and of each number of all
+# totals, and of a table that they are added to.
+_UPDATE, _UPDATED_NUMBER = 12.0, 0.1
+_TOTAL, _TOTAL_OF_TABLE = 0.13, 0.3
+# XLA's scatter takes as long as the handler for updates of so many numbers, and less for fewer.
+_SCATTERED_COLUMNS = 256
 # Names of attributes are those of jax_tilekern_cpu_segment_reduce.
 _REDUCTIONS = ("sum", "prod", "max", "min")
 
@@ -64,3 +70,38 @@ def why_slower(reduction: SegmentReduction) -> str | None:
     if r.ordered and numbers < _LEAST_SORTED_NUMBERS:
         return f"XLA's scatter of {r.edges} rows of {row} bytes is faster than a sort"
     return None
+
+
+def updates_table(updates: SegmentReduction) -> bool:
+    """Return whether rows are faster added to a table's one by one than by totals of all rows."""
+    return updates.batch == 1 and _are_few(updates, _TOTAL_OF_TABLE)
+
+
+def updates_zeros(reduction: SegmentReduction) -> bool:
+    """Return whether sums are faster computed by updates of few rows of zeros."""
+    r = reduction
+    is_sum = r.reduction == "sum" and r.batch == 1 and r.operands[0].dtype == r.out_dtype
+    return is_sum and _are_few(r, _TOTAL)
+
+
+def _are_few(r: SegmentReduction, total: float) -> bool:
+    return r.edges * (_UPDATE + _UPDATED_NUMBER * r.columns) < r.results * total
+
+
+def why_scattered(updates: SegmentReduction) -> str | None:
+    """Return why XLA's scatter adds rows to those of a table, or ``None`` if it does not."""
+    r = updates
+    if r.out_dtype != r.value:
+        # It would round each of several updates of a row.
+        return None
+    if not updates_table(r):
+        return why_slower(r)
+    if r.columns < _SCATTERED_COLUMNS:
+        return f"XLA's scatter adds rows of {r.columns} numbers in place"
+    return None
+
+
+def update_attributes(reduction: SegmentReduction) -> dict[str, int]:
+    """Return the attributes of ``jax_tilekern_cpu_update_rows``."""
+    r = reduction
+    return {"edges": r.edges, "rows": r.segments, "columns": r.columns}
