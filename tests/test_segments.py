@@ -18,6 +18,7 @@ from numerics import (
 from sharded import MESH_TYPES, bytes_sent, check, mesh_of, put
 
 import jax_tilekern as jtk
+from jax_tilekern.ops.segments.few_rows import add_few_rows
 
 of_a_cpu = pytest.mark.skipif(on_gpu(), reason="a CPU's choices and program")
 REDUCTIONS = ["sum", "prod", "max", "min"]
@@ -535,6 +536,48 @@ def test_updates_of_a_cpu_are_what_is_faster():
     assert added("float16", 50000, 16, 100)[0] == ["cpu_update_rows"]
     with jtk.policy("kernels"):
         assert added("float32", 50000, 16, 100)[0] == ["cpu_update_rows"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_xla_adds_few_rows(rng, dtype):
+    table, updates = (whole(rng, n, 24).astype(dtype) for n in (500, 40))
+    rows = np.where(rng.random(40) < 0.3, 499, rng.integers(0, 520, 40)).astype(np.int32)
+    wanted = np.array(table, np.float64)
+    np.add.at(wanted, rows[rows < 500], np.asarray(updates, np.float64)[rows < 500])
+    found = jax.jit(add_few_rows)(table, updates, rows)
+    np.testing.assert_array_equal(np.asarray(found, np.float64), wanted)
+    assert found.dtype == dtype
+
+
+@pytest.mark.defaults
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gpus_gather_few_rows_of_large_tables(dtype):
+    def reasons(rows, edges):
+        table, updates = (jax.ShapeDtypeStruct((n, 64), dtype) for n in (rows, edges))
+        ids = jax.ShapeDtypeStruct((edges,), np.int32)
+        calls = (
+            lambda: jtk.explain(jtk.scatter_add, table, ids, updates, platform="cuda"),
+            lambda: jtk.explain(
+                jax.vmap(jtk.scatter_add, (0, None, None)),
+                jax.ShapeDtypeStruct((3, rows, 64), dtype),
+                ids,
+                updates,
+                platform="cuda",
+            ),
+            lambda: jtk.explain(
+                functools.partial(jtk.segment_sum, num_segments=rows),
+                updates,
+                ids,
+                platform="cuda",
+            ),
+        )
+        return [any("few rows" in x.reason for x in call()) for call in calls]
+
+    with jtk.gpu_target("sm_90"):
+        assert reasons(200000, 1000) == [dtype != "float32"] * 3
+        assert reasons(500, 1000) == [False] * 3
+        with jtk.policy("kernels"):
+            assert reasons(200000, 1000) == [False] * 3
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])

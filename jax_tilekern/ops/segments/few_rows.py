@@ -10,16 +10,15 @@ from jax_tilekern.ops.element_types import wide_dtype
 
 
 def add_few_rows(table: Array, updates: Array, rows: Array) -> Array:
-    """Add updates to the rows of their numbers; an update of no row has a number out of bounds.
+    """Add updates to the rows of their numbers; numbers that are too large are of none.
 
     The last update of each row has the sum of the row, and of all its updates. Only these rows are
     gathered, and set. XLA adds up the updates, in no fixed order on a GPU.
     """
     number, count = table.shape[0], updates.shape[0]
     wide, edges = wide_dtype(table.dtype), lax.iota(np.int32, count)
-    last = jnp.zeros(number, np.int32).at[rows].max(edges, mode="drop")[rows]
-    inside = (rows >= 0) & (rows < number)
-    last = jnp.where(inside, last, count)
+    last = jnp.zeros(number, np.int32).at[rows].max(edges, mode="drop")
+    last = last.at[rows].get(mode="fill", fill_value=count)
     own = table.at[rows].get(mode="fill", fill_value=0).astype(wide)
     totals = jnp.zeros(updates.shape, wide).at[last].add(updates.astype(wide), mode="drop")
     # Numbers of rows are unique; those out of bounds are dropped.

@@ -24,12 +24,16 @@ from jax_tilekern.ops.segments.edges import (
     columns_of,
     edge_values,
 )
+from jax_tilekern.ops.segments.few_rows import add_few_rows
+from jax_tilekern.ops.segments.keys import rows_of
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.segments import on_cpu
 from jax_tilekern.plans.segments.problem import MapOperand, MapText, SegmentReduction
-from jax_tilekern.plans.segments.select import plan_segments, reads_keys
+from jax_tilekern.plans.segments.select import plan_segments, reads_keys, updates_few_rows
 from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Rewrite
+
+FEW_ROWS = "XLA updates few rows; its order of additions is not fixed"
 
 
 def described(*, call: SegmentCall) -> str:
@@ -42,7 +46,9 @@ def refusal(*_: Any, call: SegmentCall) -> Fallback | None:
     return None if call.segments else Fallback("there is no segment", is_loss=False)
 
 
-def on_cuda(operands: Sequence[Operand], _: Any, *, call: SegmentCall) -> PlannedKernel | Fallback:
+def on_cuda(
+    operands: Sequence[Operand], _: Any, *, call: SegmentCall
+) -> PlannedKernel | Rewrite | Fallback:
     problem = problem_of(EdgeOperands.of([x.aval for x in operands], call), call)
     if isinstance(problem, str):
         return Fallback(problem)
@@ -50,10 +56,21 @@ def on_cuda(operands: Sequence[Operand], _: Any, *, call: SegmentCall) -> Planne
         gpu = current_gpu()
     except NoGpu as error:
         return Fallback(str(error))
+    few = updates_few_rows(problem, gpu, has_table=False)
+    if few is not None:
+        return Rewrite(FEW_ROWS, functools.partial(_add_few_rows, call=call), few)
     values = EdgeOperands.of([x.value for x in operands], call)
     # XLA drops a sort whose results nothing reads.
     order = (values.keys,) if reads_keys(problem, gpu) else (*values.order, values.bounds)
     return planned_kernel((*values.arrays, *values.indices, *order), plan_segments, problem)
+
+
+def _add_few_rows(*operands: Array, call: SegmentCall) -> Array:
+    read = EdgeOperands.of(operands, call)
+    (updates,) = read.arrays
+    table = jnp.zeros((call.batch * call.segments, *updates.shape[1:]), call.dtype)
+    rows = rows_of(read.keys, call.segments, call.batch)
+    return add_few_rows(table, updates, jnp.where(rows < 0, table.shape[0], rows))
 
 
 def on_cpus(

@@ -13,11 +13,15 @@ from jax import Array
 from jax_tilekern.ops.element_types import wide_dtype
 from jax_tilekern.ops.segments.batches import concatenated_batches, in_front, whole
 from jax_tilekern.ops.segments.edges import EdgeOperands, SegmentCall, gathered_rows
+from jax_tilekern.ops.segments.few_rows import add_few_rows
 from jax_tilekern.ops.segments.keys import rows_of
-from jax_tilekern.ops.segments.lowering import problem_of, updated_rows
+from jax_tilekern.ops.segments.lowering import FEW_ROWS, problem_of, updated_rows
 from jax_tilekern.ops.segments.reduce import reduce_rows
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.segments import on_cpu
+from jax_tilekern.plans.segments.problem import SegmentReduction
+from jax_tilekern.plans.segments.select import updates_few_rows
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -85,29 +89,51 @@ def _batch(
     return result.reshape(size, -1, *result.shape[1:]), 0
 
 
-def _cuda(*_: Any, batch: int) -> Rewrite:
+def _totals(batch: int) -> Rewrite:
     function = functools.partial(_by_reduction, batch=batch)
     return Rewrite("updates are reduced to rows, which are added to the table", function)
 
 
-def _cpu(operands: Sequence[Operand], _: Any, *, batch: int) -> Outcome:
-    table, updates, keys, *order, _bounds = operands
-    total = _cuda(batch=batch)
+def _problem(operands: Sequence[Operand], batch: int) -> SegmentReduction | str:
+    table, *updates = (x.aval for x in operands)
     call = SegmentCall.of_rows(
         "sum",
-        table.aval.dtype,
-        segments=table.aval.shape[0] // batch,
+        table.dtype,
+        segments=table.shape[0] // batch,
         batch=batch,
-        is_sorted=not order,
+        is_sorted=len(operands) == 4,
     )
-    problem = problem_of(EdgeOperands.of([x.aval for x in operands[1:]], call), call)
+    return problem_of(EdgeOperands.of(updates, call), call)
+
+
+def _add_few_rows(table: Array, updates: Array, keys: Array, *_: Array, batch: int) -> Array:
+    return add_few_rows(table, updates, _rows_to_update(table, keys, batch))
+
+
+def _cuda(operands: Sequence[Operand], _: Any, *, batch: int) -> Outcome:
+    problem = _problem(operands, batch)
+    try:
+        gpu = current_gpu()
+    except NoGpu as error:
+        return Fallback(str(error))
+    few = None
+    if not isinstance(problem, str):
+        few = updates_few_rows(problem, gpu, has_table=True)
+    if few is None:
+        return _totals(batch)
+    return Rewrite(FEW_ROWS, functools.partial(_add_few_rows, batch=batch), few)
+
+
+def _cpu(operands: Sequence[Operand], _: Any, *, batch: int) -> Outcome:
+    problem = _problem(operands, batch)
     if isinstance(problem, str):
-        return total
+        return _totals(batch)
     if current_policy() != "kernels" and (why := on_cpu.why_scattered(problem)) is not None:
         return Fallback(why)
     if on_cpu.updates_table(problem):
+        table, updates, keys, *_order = operands
         return updated_rows(problem, updates.value, keys.value, table.value)
-    return total
+    return _totals(batch)
 
 
 _bind = define(

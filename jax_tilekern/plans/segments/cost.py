@@ -28,6 +28,8 @@ _SCATTER, _ROUNDING, _SECTOR_BYTES = 2.0, 2.0, 32
 _MILLION_SECTORS, _MILLION_ATOMICS, _MILLION_LOOPS = 11.0, 5.5, 17.0
 _MILLION_PRODUCTS = {4: 15.0, 8: 100.0}
 _SAME_FLOAT, _SAME_INTEGER, _SAME_LOOP = 0.02, 0.1, 4.0
+# Few rows of floats of 16 bits: the launches, and the bytes that move for each number of an update.
+_FEW_ROWS, _UPDATED_BYTES = 6.5, 20
 _SMS = 132
 
 
@@ -80,3 +82,23 @@ def xla_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
     if r.out_dtype != r.value:
         rounding = _ROUNDING + _microseconds_of(2 * r.results * r.value.itemsize, gpu)
     return _SCATTER + rounding + max(time, on_an_address * same)
+
+
+def totals_microseconds(updates: SegmentReduction, reduced: float, gpu: Gpu) -> float:
+    """Estimate the time to reduce updates, which takes ``reduced``, and to add the totals."""
+    r = updates
+    return reduced + _microseconds_of(
+        r.results * (r.value.itemsize + 2 * r.out_dtype.itemsize), gpu
+    )
+
+
+def few_rows_microseconds(updates: SegmentReduction, gpu: Gpu, *, has_table: bool) -> float:
+    """Estimate the time to gather the rows that have updates, and to set them.
+
+    XLA copies the table, and zeros as well.
+    """
+    r = updates
+    rows = r.batch * r.segments * 4
+    table = (2 if has_table else 3) * r.results * r.out_dtype.itemsize
+    moved = rows + table + r.edges * r.columns * _UPDATED_BYTES
+    return _FEW_ROWS + _microseconds_of(moved, gpu)

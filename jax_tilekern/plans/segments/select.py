@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
 from jax_tilekern.plans.policy import current_policy
-from jax_tilekern.plans.segments.cost import kernel_microseconds, xla_microseconds
+from jax_tilekern.plans.segments.cost import (
+    few_rows_microseconds,
+    kernel_microseconds,
+    totals_microseconds,
+    xla_microseconds,
+)
 from jax_tilekern.plans.segments.few_segments import FewSegments, few_segments
 from jax_tilekern.plans.segments.problem import SegmentReduction
 from jax_tilekern.plans.segments.scanned_segments import ScannedSegments
@@ -38,6 +45,24 @@ def plan_segments(reduction: SegmentReduction, gpu: Gpu) -> LaunchPlan | NoKerne
 def predicted_microseconds(reduction: SegmentReduction, gpu: Gpu) -> tuple[float, float]:
     """Predict how long a kernel takes, with the sort that it needs, and XLA's scatter."""
     return kernel_microseconds(_kernel(reduction, gpu), gpu), xla_microseconds(reduction, gpu)
+
+
+def updates_few_rows(updates: SegmentReduction, gpu: Gpu, *, has_table: bool) -> PredictedUs | None:
+    """Return the times of updates of few rows and of a reduction, if the first is shorter.
+
+    The updates are floats of 16 bits, whose sums are rounded, and are added up in no fixed order.
+    """
+    r = updates
+    is_rounded = r.out_dtype != r.value and r.operands[0].dtype == r.out_dtype
+    if current_policy() == "kernels" or r.reduction != "sum" or r.text or not is_rounded:
+        return None
+    few = few_rows_microseconds(r, gpu, has_table=has_table)
+    if has_table:
+        wide = dataclasses.replace(r, out_dtype=r.value)
+        others = totals_microseconds(r, min(predicted_microseconds(wide, gpu)), gpu)
+    else:
+        others = min(predicted_microseconds(r, gpu))
+    return PredictedUs(few, others) if few < others else None
 
 
 def _kernel(reduction: SegmentReduction, gpu: Gpu) -> SegmentKernel:
