@@ -227,6 +227,7 @@ def _functions(
         "T5's table": (
             {"score_mod": lambda s, b, h, q, k: s + table[h, jnp.clip(q - k, 0, 31)]}, {}
         ),
+        "T5's buckets": ({"score_mod": lambda s, b, h, q, k: s + table[h, _bucket(q - k)]}, {}),
         "tanh gate": ({"score_mod": lambda s, b, h, q, k: s * (1 + jnp.tanh(s))}, {}),
         "learned temperature": ({"score_mod": lambda s, b, h, q, k: s * learned[h]}, {}),
         "causal by a function": ({"mask_mod": causal}, {"is_causal": True}),
@@ -255,6 +256,14 @@ def _functions(
     }
     arguments = functools.partial(lambda sizes: _operands(sizes)[:3], packed)
     yield program(named("8 documents, causal", packed), arguments, sides)
+
+
+def _bucket(difference: Any) -> Any:
+    """Return T5's place of a relative position: of 8 differences, and of logarithms up to 128."""
+    distance = jnp.abs(difference)
+    logarithm = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / 8) / np.log(128 / 8)
+    far = jnp.minimum(8 + (logarithm * 8).astype(jnp.int32), 15)
+    return jnp.where(distance < 8, distance, far) + 16 * (difference < 0)
 
 
 def _model_step() -> Program:

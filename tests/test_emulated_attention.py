@@ -16,12 +16,13 @@ from products import BF16, F16, H100
 import jax_tilekern as jtk
 from benchmarks.catalog.oracles import ORACLES
 from jax_tilekern.epilogue.understood import Untranslatable
+from jax_tilekern.interop import compat
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.ops.attention import kernel_lowering
 from jax_tilekern.ops.attention.index_functions import traced
-from jax_tilekern.ops.attention.score_numbers import Sizes, score_numbers
+from jax_tilekern.ops.attention.score_numbers import Sizes, number_of_difference, score_numbers
 from jax_tilekern.ops.attention.score_text import score_text
-from jax_tilekern.ops.attention.scores import Scores
+from jax_tilekern.ops.attention.scores import Scores, score_jaxpr
 from jax_tilekern.plans.attention import problem as problems
 from jax_tilekern.plans.attention import sm90
 from jax_tilekern.plans.gpu import known_gpu
@@ -61,6 +62,18 @@ def table(s, b, h, q, k):
     return s + jnp.asarray(TABLE)[h, jnp.clip(q - k, 0, 31)]
 
 
+def bucket(difference):
+    """Places in a table: of half as many differences, and then of their logarithms, as T5's."""
+    distance = jnp.abs(difference)
+    far = 8 + (jnp.log(jnp.maximum(distance, 1) / 8) * 3).astype(np.int32)
+    return jnp.where(distance < 8, distance, jnp.minimum(far, 15)) + 16 * (difference < 0)
+
+
+def distances(s, b, h, q, k):
+    """A bias that decreases with the logarithm of the distance, as KERPLE's."""
+    return s - jnp.asarray(SLOPES)[h] * jnp.log1p(jnp.abs(k - q))
+
+
 def documents(b, h, q, k):
     return jnp.asarray(DOCUMENTS)[b, q] == jnp.asarray(DOCUMENTS)[b, k]
 
@@ -95,6 +108,7 @@ CALLS = {
         {"score_mod": bounded, "key_value_seq_lengths": np.array([150, 0])},
     ),
     "table": ((2, 150, 200, 2, 1, 64, 64), BF16, {"score_mod": table, "is_causal": True}),
+    "distances": ((2, 150, 200, 2, 1, 64, 72), BF16, {"score_mod": distances, "is_causal": True}),
     "staged bias": (
         (2, 150, 200, 2, 1, 64, 72), BF16,
         {"bias": RNG.standard_normal((1, 2, 150, 200)).astype(BF16), "is_causal": True},
@@ -111,6 +125,7 @@ DEFAULT = {
     ("causal", None),
     ("wide", "late"),
     ("bounded", "late"),
+    ("distances", "backwards"),
     ("lengths", "late"),
     ("staged bias", "late"),
     ("staged bias", "held"),
@@ -268,6 +283,9 @@ DIFFERENCES = {
         lambda s, b, h, q, k, x: s * (1 + jnp.sin(x[b, jnp.abs(k - q) // 8])), np.float32,
         "backwards", {"key_value_seq_lengths": np.array([70, 0]), "local_window_size": (30, 90)},
     ),
+    "logarithmic buckets": (
+        lambda s, b, h, q, k, x: s + x[h, bucket(q - k)], BF16, "late", {"is_causal": True},
+    ),
     "buckets": (
         lambda s, b, h, q, k, x: 20 * jnp.tanh((s + x[1, (q - k) % 20]) / 20), BF16, None, {},
     ),
@@ -312,7 +330,7 @@ def test_numbers_of_a_score(function, covered):
     x = jnp.ones((4, 2))
     score, arrays = traced(lambda s, *i: function(s, x, *i), "score_mod", np.dtype(np.float32))
     scores = Scores(1.0, score_mod=score)
-    found = score_numbers(scores, arrays, (0,), Sizes(4, 2, 8, 8))
+    found = score_numbers(scores, (0,))
     assert (None if found is None else (len(found.numbers), found.axes.difference)) == covered
     if found is None:
         return
@@ -322,7 +340,32 @@ def test_numbers_of_a_score(function, covered):
     assert found.score(given, s, *indices, *arrays) == function(s, x, *indices)
     # Gradients by each difference of many would take long.
     many = Sizes(4, 2, 2**27, 2**27)
-    assert (score_numbers(scores, arrays, (0,), many) is None) == found.axes.difference
+    assert found.has_gradients(arrays, Sizes(4, 2, 8, 8))
+    assert found.has_gradients(arrays, many) != found.axes.difference
+
+
+@pytest.mark.parametrize("origins", [None, np.array([2, 1, 3], np.int32)])
+@pytest.mark.parametrize("function", [distances, lambda s, b, h, q, k: s * jnp.cos(q - k) + b])
+def test_long_functions_of_a_difference_are_read(function, origins):
+    score, arrays = traced(function, "score_mod", np.dtype(np.float32))
+    scores = Scores(1.0, score_mod=score)
+    given = [*arrays, *([] if origins is None else [jnp.asarray(origins)])]
+    numbers = number_of_difference(scores)
+    read, own, position = numbers.as_array(scores, given, Sizes(2, 1, 5, 4))
+    assert own[position].shape == (2, 1, 8)
+    for place in itertools.product(range(2), range(1), range(5), range(4)):
+        of_place = [
+            compat.jaxpr_as_fun(score_jaxpr(x, np.dtype(np.float32), xs))(
+                np.float32(0.5), *map(np.int32, place), *xs
+            )
+            for x, xs in ((scores, given), (read, own))
+        ]
+        np.testing.assert_allclose(*of_place, rtol=1e-6)
+    # It takes no longer than a read then, and others do not from the start.
+    assert number_of_difference(read) is None
+    for short in (slopes, table, gate):
+        score, _ = traced(short, "score_mod", np.dtype(np.float32))
+        assert number_of_difference(Scores(1.0, score_mod=score)) is None
 
 
 @needs_emulator

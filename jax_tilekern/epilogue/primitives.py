@@ -91,18 +91,18 @@ INNER_JAXPR = {
 
 
 def translation(name: str, params: Mapping[str, Any]) -> Translation:
-    """Return how CUDA computes a primitive that :func:`is_elementwise`, and is no copy or cast."""
+    """Return how CUDA computes a primitive that :func:`has_translation`."""
     return _BY_PARAMETERS[name](**params) if name in _BY_PARAMETERS else _TABLE[name]
+
+
+def has_translation(name: str) -> bool:
+    """Whether a primitive has a :func:`translation`."""
+    return name in _BY_PARAMETERS or name in _TABLE
 
 
 def is_elementwise(name: str) -> bool:
     """Whether a primitive of arrays is one of their elements that CUDA computes."""
-    return (
-        name == "convert_element_type"
-        or name in _SAME_SHAPE_COPIES
-        or name in _BY_PARAMETERS
-        or name in _TABLE
-    )
+    return name == "convert_element_type" or name in _SAME_SHAPE_COPIES or has_translation(name)
 
 
 def is_translated(name: str) -> bool:

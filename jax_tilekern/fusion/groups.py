@@ -182,7 +182,7 @@ class _Finder:
             used = any(self._uses[x] and x not in self._given for x in eqn.outvars)
             if position in self._fused and position in self.remaining and not used:
                 self._remove(position)
-                read = (x for x in eqn.invars if not compat.is_literal(x))
+                read = compat.variables(eqn.invars)
                 waiting += [self._defined[x] for x in read if x in self._defined]
 
     def _read_by(self, position: int, shape: Shape) -> list[Reading] | None:

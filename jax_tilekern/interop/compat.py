@@ -392,6 +392,11 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, _core.Literal)
 
 
+def variables(atoms: Sequence[Any]) -> list[Any]:
+    """Return those that are no literals."""
+    return [x for x in atoms if not is_literal(x)]
+
+
 def source_line(eqn: Any) -> str:
     """Return the file, line and function of the user's that an equation was traced from."""
     return _source_info_util.summarize(eqn.source_info)

@@ -241,11 +241,14 @@ def gradients_of(call: Call) -> Gradients:
 
 
 def _by_numbers(call: Call) -> tuple[tuple[int, ...], ScoreNumbers | None]:
+    read = call.scores.by_use(call.arrays).of_score
     single = {i: numbers_of(call, (i,)) for i in call.wanted if i not in OF_PRODUCTS}
-    found = {i: x for i, x in single.items() if x is not None}
+    found = {
+        i: x for i, x in single.items() if x is not None and x.has_gradients(read, call.lengths)
+    }
     for wanted in (tuple(found), tuple(i for i, x in found.items() if not x.axes.difference)):
         numbers = numbers_of(call, wanted)
-        if numbers is not None:
+        if numbers is not None and numbers.has_gradients(read, call.lengths):
             try:
                 problem_of(dataclasses.replace(call, wanted=(*OF_PRODUCTS, *wanted)))
                 return wanted, numbers
@@ -261,6 +264,6 @@ def numbers_of(call: Call, wanted: tuple[int, ...]) -> ScoreNumbers | None:
     moving = [i - first for i in wanted if i not in OF_PRODUCTS]
     if not all(0 <= i < scores.score_arrays + 3 - first for i in moving) or not moving:
         return None
-    found = score_numbers(scores, call.arrays, moving, call.lengths)
+    found = score_numbers(scores, moving)
     # Sums by differences are in shared memory.
     return None if found and found.axes.difference and call.sizes.is_widest else found

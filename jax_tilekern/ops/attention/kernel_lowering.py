@@ -29,6 +29,7 @@ from jax_tilekern.ops.attention.call import (
 )
 from jax_tilekern.ops.attention.differences import as_parts, sum_of_parts
 from jax_tilekern.ops.attention.residual import logsumexp, without_base
+from jax_tilekern.ops.attention.score_numbers import ScoreNumbers, number_of_difference
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.ops.attention.tile_map import tile_lists
 from jax_tilekern.ops.planned_kernel import define_kernel, planned_kernel
@@ -54,7 +55,7 @@ _LISTS = {
 def by_kernels(call: Call) -> Results:
     """Compute a call by kernels, and derivatives by arrays that none covers by blocks."""
     if call.kind == "forward":
-        out, *logarithm = _bound(call)
+        out, *logarithm = _bound(_with_numbers_read(call))
         return [out, *(logarithm if len(logarithm) > 1 else without_base(call.scores, *logarithm))]
     return _gradients(call) if call.kind == "backward" else _tangents(call)
 
@@ -64,10 +65,10 @@ def _gradients(call: Call) -> Results:
     found: dict[int, Array] = {}
     if of_arrays.by_numbers or set(call.wanted) & {*OF_PRODUCTS}:
         wanted = (*OF_PRODUCTS, *of_arrays.by_numbers)
-        results = _bound(dataclasses.replace(call, wanted=wanted))
+        numbers, sizes = of_arrays.numbers, call.lengths
+        results = _bound(_with_numbers_read(dataclasses.replace(call, wanted=wanted), numbers))
         found |= zip(OF_PRODUCTS, results, strict=False)
-        if (numbers := of_arrays.numbers) is not None:
-            sizes = call.lengths
+        if numbers is not None:
             of_numbers = (
                 sum_of_parts(results[3], sizes.queries, sizes.keys)
                 if numbers.axes.difference
@@ -87,11 +88,25 @@ def _tangents(call: Call) -> Results:
     """Return the sum of the tangents by products and by arrays, since a tangent is linear."""
     terms: list[Results] = []
     if own := tuple(i for i in call.wanted if i in OF_PRODUCTS):
-        terms.append(_bound(call.moving(own)))
+        terms.append(_bound(_with_numbers_read(call.moving(own))))
     if of_arrays := tuple(i for i in call.wanted if i not in OF_PRODUCTS):
         operands = call.moving(of_arrays).operands
         terms.append(blocks.tangent(*operands, scores=call.scores, wanted=of_arrays))
     return [sum(x[1:], x[0]) for x in zip(*terms, strict=True)]
+
+
+def _with_numbers_read(call: Call, moving: ScoreNumbers | None = None) -> Call:
+    """Return the call with a score that reads what it takes long to compute of each difference.
+
+    The gradients by that array stand for those by the ``moving`` numbers.
+    """
+    numbers = number_of_difference(call.scores)
+    if numbers is None or (moving is not None and moving.numbers != numbers.numbers):
+        return call
+    scores, arrays, position = numbers.as_array(call.scores, call.arrays, call.lengths)
+    operands = (*call.operands[: len(call.operands) - len(call.arrays)], *arrays)
+    wanted = call.wanted if moving is None else (*OF_PRODUCTS, len(OF_PRODUCTS) + position)
+    return dataclasses.replace(call, operands=operands, scores=scores, wanted=wanted)
 
 
 def _bound(call: Call) -> Results:
@@ -106,6 +121,7 @@ def _bound(call: Call) -> Results:
 
 def bias_gradient(call: Call) -> Array:
     """Bind the kernel's primitive, and add the parts of queries that the bias lacks."""
+    call = _with_numbers_read(call)
     problem, bias = _bias_problem(call)
     own = [_statistics(call, problem)]
     if call.scores.has_mask:

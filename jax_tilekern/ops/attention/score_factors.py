@@ -7,7 +7,7 @@ power of two, so ``inner`` and ``outer`` cost nothing there. ``30 * jnp.tanh(s /
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -97,8 +97,8 @@ def _inner(jaxpr: Any) -> tuple[float, set[Any]]:
     """Return the factor of all reads of the first operand; with it and what is its multiple."""
     inner, latest = 1.0, {jaxpr.invars[0]}
     multiples = set(latest)
-    while latest.isdisjoint(_variables(jaxpr.outvars)):
-        reads = [eqn for eqn in jaxpr.eqns if not latest.isdisjoint(_variables(eqn.invars))]
+    while latest.isdisjoint(compat.variables(jaxpr.outvars)):
+        reads = [eqn for eqn in jaxpr.eqns if not latest.isdisjoint(compat.variables(eqn.invars))]
         factors = {_factor(eqn) for eqn in reads}
         if len(factors) != 1 or not _is_usual(product := inner * factors.pop()):
             break
@@ -115,14 +115,10 @@ def _outer(out: Any, made_by: Mapping[Any, Any], multiples: set[Any]) -> tuple[f
         if not _is_usual(outer * _factor(eqn)):
             break
         outer *= _factor(eqn)
-        (of,) = _variables(eqn.invars)
+        (of,) = compat.variables(eqn.invars)
         if outer > 0:
             found = outer, of
     return found
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [x for x in atoms if not compat.is_literal(x)]
 
 
 def _factor(eqn: Any) -> float:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from jax_tilekern.epilogue.primitives import has_translation, translation
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp
 from jax_tilekern.ops.attention.index_functions import IndexFunction, closed
@@ -30,6 +31,8 @@ from jax_tilekern.ops.attention.scores import (
     score_of,
 )
 
+# Of an index and a load, whose latency other scores hide.
+_INSTRUCTIONS_OF_A_READ = 8
 # Numbers, whose sums a kernel has in registers.
 _MOST_NUMBERS = 4
 # Elements of an array's gradients by each element of the batch and head.
@@ -137,6 +140,14 @@ class ScoreNumbers:
             values = jax.vmap(values, (*mapped, *[None] * len(own.of_score)))
         return functools.partial(values, *indices)
 
+    def has_gradients(self, arrays: Sequence[Any], sizes: Sizes) -> bool:
+        """Whether :meth:`gradients` by the moving arrays of a score take little memory and time."""
+        size: int = max(arrays[i].size for i in self.moving)
+        if self.axes.difference:
+            return (sizes.queries + sizes.keys) * size <= _MOST_ELEMENTS_BY_DIFFERENCE
+        parts = math.prod(n for n, has_axis in zip(sizes, self.axes, strict=False) if has_axis)
+        return parts * size <= _MOST_ELEMENTS
+
     def as_array(
         self, scores: Scores, arrays: Sequence[Array], sizes: Sizes
     ) -> tuple[Scores, list[Array], int]:
@@ -146,7 +157,6 @@ class ScoreNumbers:
         number; with its position among the arrays.
         """
         own = scores.by_use(arrays)
-        origins = jnp.zeros(3, np.int32) if own.origins is None else own.origins
         by_difference = self.axes.difference
         differences = sizes.differences() if by_difference else jnp.zeros(1, np.int32)
         axes = Axes(True, True, by_difference)
@@ -154,15 +164,23 @@ class ScoreNumbers:
         array = jnp.concatenate(
             [jnp.broadcast_to(x.astype(_F32), (*sizes[:2], x.shape[2])) for x in numbers], -1
         )
-        read = [*own.of_score, array, origins]
+        read = [*own.of_score, array, *([] if own.origins is None else [own.origins])]
+        count = len(own.of_score)
 
-        def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any, *read: Any) -> Any:
-            *others, array, first = read
-            found = array[b - first[0], h - first[1]]
+        def score_mod(s: Any, *operands: Any) -> Any:
+            indices, read = operands[:4], operands[4:]
+            b, h, q, k = indices
+            others, array, first = read[:count], read[count], [*read[count + 1 :]]
+            difference = q - k
+            if first:
+                b, h, difference = (x - first[0][i] for i, x in enumerate((b, h, difference)))
             # The lowest difference is the first one.
-            position = q - first[2] - k + (sizes.keys - 1) if by_difference else 0
-            given = [found[position + i].astype(x.aval.dtype) for i, x in enumerate(self.numbers)]
-            return self.score(given, s, b, h, q, k, *others)
+            position = difference + (sizes.keys - 1) if by_difference else np.int32(0)
+            places = [(b, h, position + np.int32(i)) for i in range(len(self.numbers))]
+            in_bounds = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+            found = [array.at[place].get(**in_bounds) for place in places]
+            given = [x.astype(y.aval.dtype) for x, y in zip(found, self.numbers, strict=True)]
+            return self.score(given, s, *indices, *others)
 
         avals = [*self.function.jaxpr.in_avals[:_SCALARS], *map(jax.typeof, read)]
         function = IndexFunction(self.function.name, closed(score_mod, *avals), _SCALARS)
@@ -170,7 +188,7 @@ class ScoreNumbers:
         given = scores.in_order(own._asdict(), read, own.of_mask)
         if own.origins is not None:
             given.append(own.origins)
-        return scores, given, scores.score_arrays - 2
+        return scores, given, scores.kinds.count("bias") + count
 
     def gradients(
         self, of_numbers: Array, scores: Scores, arrays: Sequence[Array], sizes: Sizes
@@ -236,26 +254,42 @@ class ScoreNumbers:
         return [*pull([x.astype(y.dtype) for x, y in zip(cotangents, found, strict=True)])]
 
 
-def score_numbers(
-    scores: Scores, arrays: Sequence[Any], moving: Sequence[int], sizes: Sizes
-) -> ScoreNumbers | None:
+def score_numbers(scores: Scores, moving: Sequence[int]) -> ScoreNumbers | None:
     """Return the numbers that ``score_mod`` reads of its arrays ``moving``.
 
     ``None`` if it reads them by other indices, or as too many numbers.
     """
-    of_score = [scores.by_use(arrays).of_score[i] for i in moving]
-    if (found := _numbers(scores, moving, by_difference=False)) is not None:
-        parts = math.prod(n for n, has_axis in zip(sizes, found.axes, strict=False) if has_axis)
-        if parts * max(x.size for x in of_score) <= _MOST_ELEMENTS:
-            return found
-    if (found := _numbers(scores, moving, by_difference=True)) is not None:
-        parts = sizes.queries + sizes.keys
-        if parts * max(x.size for x in of_score) <= _MOST_ELEMENTS_BY_DIFFERENCE:
-            return found
-    return None
+    found = _numbers(scores, moving, by_difference=False)
+    return found or _numbers(scores, moving, by_difference=True)
+
+
+def number_of_difference(scores: Scores) -> ScoreNumbers | None:
+    """Return what ``score_mod`` has of each difference of query and key, as one number.
+
+    ``None`` if it takes no more instructions than a read of an array.
+    """
+    found = _numbers(scores, (), by_difference=True)
+    if found is None:
+        return None
+    equations = found.function.jaxpr.jaxpr.eqns
+    of_difference = {*found.function.jaxpr.jaxpr.invars[3:_SCALARS]}
+    for i in sorted(found.of_numbers):
+        if not of_difference.isdisjoint(compat.variables(equations[i].invars)):
+            of_difference |= {*equations[i].outvars}
+    instructions, needed = 0, {*found.numbers}
+    for i in sorted(found.of_numbers, reverse=True):
+        eqn = equations[i]
+        if needed.isdisjoint(eqn.outvars):
+            continue
+        needed |= {*compat.variables(eqn.invars)}
+        name = eqn.primitive.name
+        if not of_difference.isdisjoint(eqn.outvars) and has_translation(name):
+            instructions += translation(name, eqn.params).instructions
+    return found if instructions > _INSTRUCTIONS_OF_A_READ else None
 
 
 def _numbers(scores: Scores, moving: Sequence[int], *, by_difference: bool) -> ScoreNumbers | None:
+    """Return numbers that depend on arrays ``moving``, or if there are none on a difference."""
     function = scores.score_mod
     if function is None:
         return None
@@ -265,15 +299,16 @@ def _numbers(scores: Scores, moving: Sequence[int], *, by_difference: bool) -> S
     depends |= {read[i]: {"moving"} for i in moving}
     numbers: dict[Any, None] = {}
     of_numbers = set()
+    wanted = "moving" if moving else "difference"
     for i, eqn in enumerate(jaxpr.eqns):
-        given = [x for x in eqn.invars if not compat.is_literal(x)]
+        given = compat.variables(eqn.invars)
         found = set().union(*(depends.get(x, set()) for x in given))
         if by_difference and eqn.primitive.name == "sub" and {*given} == {q, k}:
             found = {"difference"}
         depends |= dict.fromkeys(eqn.outvars, found)
         if "score" in found:
             on_each = [(x, depends.get(x, set())) for x in given]
-            numbers |= {x: None for x, on in on_each if "moving" in on and "score" not in on}
+            numbers |= {x: None for x, on in on_each if wanted in on and "score" not in on}
         else:
             of_numbers.add(i)
     on = set().union(*(depends[x] for x in numbers))

@@ -83,7 +83,7 @@ def flattened(closed: Any) -> Flattened:
     kept = []
     for eqn in reversed(eqns):
         if not used.isdisjoint(eqn.outvars):
-            used.update(x for x in eqn.invars if not compat.is_literal(x))
+            used.update(compat.variables(eqn.invars))
             kept.append(eqn)
     return Flattened(kept[::-1], invars, outvars, constants)
 
@@ -116,7 +116,7 @@ def with_deferred(program: Flattened, short: int) -> Flattened:
 def operands_of_products(program: Flattened) -> list[bool]:
     """Return which operands products read."""
     products = (eqn for eqn in program.eqns if eqn.primitive.name == "dot_general")
-    read = {x for eqn in products for x in eqn.invars if not compat.is_literal(x)}
+    read = {x for eqn in products for x in compat.variables(eqn.invars)}
     return [x in read for x in program.invars]
 
 

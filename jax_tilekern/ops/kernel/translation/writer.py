@@ -112,7 +112,7 @@ class _Scope:
         self.position = 0
         self.last_read: dict[Any, float] = {}
         for i, eqn in enumerate(jaxpr.eqns):
-            self.last_read.update((x, i) for x in eqn.invars if not compat.is_literal(x))
+            self.last_read.update((x, i) for x in compat.variables(eqn.invars))
         self.last_read.update((x, math.inf) for x in jaxpr.outvars if not compat.is_literal(x))
 
     def reads_later(self, buffer: Buffer) -> bool:
