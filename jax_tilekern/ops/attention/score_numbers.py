@@ -31,7 +31,7 @@ from jax_tilekern.ops.attention.scores import (
     score_of,
 )
 
-# Of an index and a load, whose latency other scores hide.
+# An index and a load, whose latency other scores hide.
 _INSTRUCTIONS_OF_A_READ = 8
 # Numbers, whose sums a kernel has in registers.
 _MOST_NUMBERS = 4
