@@ -310,12 +310,19 @@ def test_large_products_overlap(two, policy):
         assert "XLA" not in call.reason
         return call.reason.partition("; ")[2]
 
-    gathered = "rows gathered over x in {} meanwhile".format
-    assert reason(jtk.all_gather_matmul, GATHER, 16384, 4096, 4096) == gathered("1 part")
-    assert reason(jtk.all_gather_matmul, GATHER, 4096, 4096, 14336) == gathered("1 part")
-    scattered = "terms scattered over x in 2 parts meanwhile"
-    for shape in ((16384, 4096, 4096), (4096, 14336, 4096)):
-        assert reason(jtk.matmul_reduce_scatter, SCATTER, *shape) == scattered
+    # Other parts are not timed.
+    usual = {
+        jtk.all_gather_matmul: "rows gathered over x in 1 part meanwhile",
+        jtk.matmul_reduce_scatter: "terms scattered over x in 2 parts meanwhile",
+    }
+    for function, specs, *shape in (
+        (jtk.all_gather_matmul, GATHER, 16384, 4096, 4096),
+        (jtk.all_gather_matmul, GATHER, 4096, 4096, 14336),
+        (jtk.matmul_reduce_scatter, SCATTER, 16384, 4096, 4096),
+        (jtk.matmul_reduce_scatter, SCATTER, 4096, 14336, 4096),
+    ):
+        found = reason(function, specs, *shape)
+        assert found == usual[function] if policy == "auto" else found.endswith("meanwhile")
 
 
 @needs_nvrtc
@@ -371,8 +378,8 @@ def test_the_plan_of_a_scatter(two):
             ),
             operands=2,
         )
-    part = overlap.PartOfScatter(512, term, total, [0, 1], [0, 1])
-    plan = overlap.scatter_plan([part] * 2, 0, None, axis, 2 << 20)
+    part = overlap.Part(512, [term, total], [[0, 1], [0, 1]])
+    plan = overlap.scatter_plan([part] * 2, None, axis, 2 << 20)
     sizes = 2 * [len(term.launches)] + 2 * [len(total.launches)]
     assert plan.exchange.rows == (512, 512)
     assert plan.exchange.ends == tuple(itertools.accumulate(sizes))
@@ -565,18 +572,25 @@ def run_launches(plan, recorded, group, buffers, out):
 
 @needs_nvrtc
 @needs_emulator
-def test_emulated_gather(plans, rng):
+@pytest.mark.parametrize("parts", [(64, 64), (32, 96)], ids=str)
+def test_emulated_gather(plans, rng, monkeypatch, parts):
     plan, recorded = plans
+    monkeypatch.setattr(overlap, "rows_of_parts", lambda *_, **__: parts)
+    monkeypatch.setattr(overlap, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(overlap, "_LEAST_HIDDEN", 0)
     x, w = (rng.integers(-1, 2, s).astype(BFLOAT16) for s in ((256, 64), (64, 128)))
-    found = plan(jtk.all_gather_matmul, GATHER, (x.shape, w.shape))
-    exchange, rows = found.exchange, 64
+    asked = 2 if len({*parts}) == 1 else None
+    found = plan(jtk.all_gather_matmul, GATHER, (x.shape, w.shape), asked)
+    exchange = found.exchange
+    assert exchange.rows == parts
     for column in range(2):
         own = w[:, 64 * column : 64 * (column + 1)]
         for place in range(4):
-            part = x[rows * place : rows * (place + 1)]
+            first = 128 * (place // 2) + sum(parts[: place % 2])
+            part = x[first : first + parts[place % 2]]
             buffers = [own, own, np.uint32(0), None, x]
             buffers[exchange.lhs] = part
-            got = run_launches(found, recorded, place % 2, buffers, (rows, 64))
+            got = run_launches(found, recorded, place % 2, buffers, (len(part), 64))
             np.testing.assert_array_equal(got, (part.astype(int) @ own.astype(int)))
 
 
@@ -586,7 +600,7 @@ def test_emulated_gather(plans, rng):
 @pytest.mark.parametrize("is_sum", [False, True], ids=["product", "sum"])
 def test_emulated_scatter(plans, rng, monkeypatch, rows, is_sum):
     plan, recorded = plans
-    monkeypatch.setattr(overlap, "split_rows", lambda *_: rows)
+    monkeypatch.setattr(overlap, "rows_of_parts", lambda *_, **__: rows)
     monkeypatch.setattr(overlap, "_LEAST_BYTES", 0)
     monkeypatch.setattr(overlap, "_LEAST_HIDDEN", 0)
     x, w = (rng.integers(-1, 2, s).astype(BFLOAT16) for s in ((256, 128), (128, 64)))
@@ -636,15 +650,47 @@ def test_emulated_scatter(plans, rng, monkeypatch, rows, is_sum):
 def test_parts_whose_rows_fill_waves():
     """A scatter is divided where few SMs idle."""
 
-    def in_waves(tiles_of_128_rows):
-        return lambda rows: 100.0 * math.ceil(rows / 128 * tiles_of_128_rows / 132)
+    def in_waves(rows):
+        return 100.0 * math.ceil(rows / 128 * 20 / 132)
 
-    # Half of 4096 rows have 320 tiles, three waves; 13 and 19 of 32 rows of tiles have five waves.
-    for sent, tiles, best in ((40 << 20, 20, 500), (40 << 20, 132, 3200)):
-        us = in_waves(tiles)
-        rows = overlap.split_rows(4096, sent, us)
-        assert sum(rows) == 4096
-        assert sum(map(us, rows)) == best
+    # Half of 4096 rows has 320 tiles, three waves; 13 and 19 of 32 rows of tiles have five waves.
+    predicted = {"first_us": in_waves, "then_us": in_waves}
+    rows = overlap.rows_of_parts([2048] * 2, 40 << 20, scatters=True, **predicted)
+    assert len(rows) == 2
+    assert sum(rows) == 4096
+    assert sum(map(in_waves, rows)) == 500
+
+
+@pytest.mark.parametrize("scatters", [False, True])
+def test_parts_of_what_takes_the_link_long(scatters):
+    """The more parts there are, the less is computed while nothing is sent, and the reverse."""
+
+    def divided(sent, us):
+        usual = [4096, 4096] if scatters else [8192]
+        predicted = {"first_us": us, "then_us": us}
+        return [*overlap.rows_of_parts(usual, sent, scatters=scatters, **predicted)]
+
+    def proportional(rows):
+        return rows / 10
+
+    assert divided(1 << 30, proportional) == [1024] * 8
+    parts = divided(30 << 20, lambda rows: rows / 1e6)
+    assert len(parts) > 1
+    assert min(parts) * (30 << 20) // 8192 >= 8 << 20
+    assert len(divided(15 << 20, proportional)) == 1 + scatters
+    # Where nothing is predicted, the parts are those that are timed.
+    assert len(divided(1 << 30, lambda _: math.inf)) == 1 + scatters
+
+
+@needs_nvrtc
+def test_parts_of_both_kernels_have_one_tile(two):
+    """Equal parts have three waves of one, and their terms are added in smaller tiles."""
+    with overlap.in_parts(None):
+        (call,) = explained(
+            two, jtk.matmul_reduce_scatter, SCATTER, 8192, 13824, 5120, policy="kernels"
+        )
+    assert call.reason.startswith("128x256")
+    assert "in 2 parts of 1664, 2432 rows" in call.reason
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="tests/test_sharded_gpus.py has it")

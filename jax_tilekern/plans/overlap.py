@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -43,9 +43,11 @@ _MOST_DEVICES = 2
 _LEAST_BYTES = 16 << 20
 # Copies and tensor maps begin at multiples of this many bytes.
 _ALIGNMENT = 128
-# Rows are divided between tiles, at one of so many places.
+# Rows are divided between tiles of so many. Parts of fewer bytes lose what they hide
+# (docs/tuning-log.md).
 _TILE_ROWS = 128
-_MOST_SPLITS = 16
+_LEAST_PART_BYTES = 8 << 20
+_MOST_PARTS = 8
 
 _parts: Setting[int | None] = Setting("parts of overlapped products", None, is_traced=True)
 
@@ -116,27 +118,46 @@ def parts_of_rows(
     return parts
 
 
-def split_rows(rows: int, sent: int, product_us: Callable[[int], float]) -> tuple[int, int]:
-    """Return the rows of the two parts of a scatter to one device that are predicted to end first.
+def rows_of_parts(
+    usual: Sequence[int],
+    sent: int,
+    *,
+    scatters: bool,
+    first_us: Callable[[int], float],
+    then_us: Callable[[int], float],
+) -> Sequence[int]:
+    """Return the rows of the parts in which two devices are predicted to end first.
 
-    ``product_us`` predicts the product of so many rows. Kernels have waves of tiles, and the last
-    one of a part may be small, so that equal parts are seldom the fastest.
+    ``usual`` are those of the parts that are measured. First a device computes products of so many
+    rows by itself, then those whose kernels need what the other device sends: ``first_us`` and
+    ``then_us`` predict their microseconds. A scatter sends what is computed first.
     """
-    predicted = functools.cache(product_us)
+    rows = sum(usual)
     link_us = sent / _LINK_BYTES / rows
 
-    def end(first: int) -> float:
-        """Return when both parts of the device's own rows are computed."""
-        second = rows - first
-        terms = predicted(first) + predicted(second)
-        first_comes = predicted(first) + link_us * first
-        second_comes = max(terms, first_comes) + link_us * second
-        own = max(terms, first_comes) + predicted(first)
-        return max(own, second_comes) + predicted(second)
+    def end(parts: Sequence[int]) -> float:
+        now, arrived, arrivals = 0.0, 0.0, []
+        for part in parts:
+            now += first_us(part)
+            arrived = max(arrived, now if scatters else 0.0) + link_us * part
+            arrivals.append(arrived)
+        for part, arrived in zip(parts, arrivals, strict=True):
+            now = max(now, arrived) + then_us(part)
+        return now
 
-    step = _TILE_ROWS * max(1, rows // (_MOST_SPLITS * _TILE_ROWS))
-    first = min([rows // 2, *range(step, rows, step)], key=end)
-    return first, rows - first
+    tiles, remainder = divmod(rows, _TILE_ROWS)
+    most = min(_MOST_PARTS, tiles, sent // _LEAST_PART_BYTES)
+    if remainder or most < 2:
+        return usual
+    bounds = [[i * tiles // count for i in range(count + 1)] for count in range(1, most + 1)]
+    # Kernels have waves of tiles, and the last wave of a part may be small. So equal parts are
+    # seldom the fastest.
+    least = math.ceil(tiles * _LEAST_PART_BYTES / sent)
+    bounds += [[0, first, tiles] for first in range(least, tiles - least + 1)]
+    others = (
+        [_TILE_ROWS * (last - first) for first, last in itertools.pairwise(x)] for x in bounds
+    )
+    return min([usual, *others], key=end)
 
 
 def _not_measured(axis: MeshAxis, dtype: np.dtype[Any]) -> str:
@@ -159,87 +180,89 @@ def why_no_exchange() -> str:
     return _core.why_no_peer_access()
 
 
-def gather_plan(
-    part: LaunchPlan, lhs: int, axis: MeshAxis, rows: Sequence[int], *, keeps: bool
-) -> LaunchPlan:
-    """Return the plan of a product whose ``lhs`` is gathered, given that of a part of it.
-
-    Its buffers are the operands of ``part``, the number of the device, the result and the gathered
-    array. Parts have equal numbers of rows. See :class:`~jax_tilekern.plans.launch.Exchange`.
-    """
-    n = len(part.alignments) - 1
-    plans, buffers = [part] * len(rows), [[*map(Buffer, range(n)), Buffer(n + 1)]] * len(rows)
-    launches, ends, workspaces = _placed(plans, buffers, n + 3)
-    *operands, out = part.alignments
-    return dataclasses.replace(
-        part,
-        launches=launches,
-        alignments=(*operands, 4, out, _ALIGNMENT),
-        workspace_bytes=workspaces,
-        reason=_reason(part, f"rows gathered over {axis.name}", rows),
-        exchange=Exchange(
-            False, axis.name, axis.size, axis.stride, tuple(rows), lhs,
-            device=n, out=n + 1, receive=n + 2, send=n + 2, ends=ends, keeps=keeps,
-        ),
-    )  # fmt: skip
-
-
-class PartOfScatter(NamedTuple):
-    """The products of a part of the rows of a scatter.
+class Part(NamedTuple):
+    """The products of a part of the rows.
 
     Attributes
     ----------
     rows
         How many these are.
-    term, total
-        The plan of a term, and of one to which an epilogue adds the terms of the other devices.
-    term_reads, total_reads
-        Which array each operand of the plans is, but for the terms of the other devices.
+    plans
+        Of a gather, the plan of the product. Of a scatter, that of a term, and that of one to which
+        an epilogue adds the terms of the other devices.
+    reads
+        For each plan, which array each of its operands is, but for the terms of the other devices.
+        The first array has the rows.
     """
 
     rows: int
-    term: LaunchPlan
-    total: LaunchPlan
-    term_reads: Sequence[int]
-    total_reads: Sequence[int]
+    plans: Sequence[LaunchPlan]
+    reads: Sequence[Sequence[int]]
+
+
+def gather_plan(parts: Sequence[Part], axis: MeshAxis, *, keeps: bool) -> LaunchPlan:
+    """Return the plan of a product whose rows are gathered.
+
+    Its buffers are the arrays that the products read, the number of the device, the result and the
+    gathered array. See :class:`~jax_tilekern.plans.launch.Exchange`.
+    """
+    alignments = _alignments(parts)
+    n = len(alignments)
+    plans = [part.plans[0] for part in parts]
+    buffers = [[*map(Buffer, part.reads[0]), Buffer(n + 1)] for part in parts]
+    launches, ends, workspaces = _placed(plans, buffers, n + 3)
+    rows = tuple(part.rows for part in parts)
+    return dataclasses.replace(
+        plans[0],
+        launches=launches,
+        alignments=(*alignments, 4, max(plan.alignments[-1] for plan in plans), _ALIGNMENT),
+        workspace_bytes=workspaces,
+        reason=_reason(plans[0], f"rows gathered over {axis.name}", rows),
+        exchange=Exchange(
+            False, axis.name, axis.size, axis.stride, rows,
+            lhs=0, device=n, out=n + 1, receive=n + 2, send=n + 2, ends=ends, keeps=keeps,
+        ),
+    )  # fmt: skip
 
 
 def scatter_plan(
-    parts: Sequence[PartOfScatter],
-    lhs: int,
-    addend: int | None,
-    axis: MeshAxis,
-    shard_bytes: int,
+    parts: Sequence[Part], addend: int | None, axis: MeshAxis, shard_bytes: int
 ) -> LaunchPlan:
     """Return the plan of a product whose terms are scattered.
 
     The buffers are the arrays that the products read, the number of the device, the result, the
-    terms of the other devices and the terms for them. A device sends ``shard_bytes`` to another
-    one.
+    terms of the other devices and the terms for them. ``addend`` is the array that has a further
+    term of all rows, if there is one. A device sends ``shard_bytes`` to another one.
     """
-    alignments: dict[int, int] = {}
-    for part in parts:
-        for plan, reads in ((part.term, part.term_reads), (part.total, part.total_reads)):
-            for i, alignment in zip(reads, plan.alignments, strict=False):
-                alignments[i] = max(alignments.get(i, 1), alignment)
-    n = 1 + max(alignments)
+    alignments = _alignments(parts)
+    n = len(alignments)
     terms = [Buffer(n + 2, i * shard_bytes) for i in range(axis.size - 1)]
-    plans = [part.term for part in parts] + [part.total for part in parts]
-    buffers = [[*map(Buffer, part.term_reads), Buffer(n + 1)] for part in parts]
-    buffers += [[*map(Buffer, part.total_reads), *terms, Buffer(n + 1)] for part in parts]
+    plans = [part.plans[i] for i in range(2) for part in parts]
+    buffers = [[*map(Buffer, part.reads[0]), Buffer(n + 1)] for part in parts]
+    buffers += [[*map(Buffer, part.reads[1]), *terms, Buffer(n + 1)] for part in parts]
     launches, ends, workspaces = _placed(plans, buffers, n + 4)
     rows = tuple(part.rows for part in parts)
     return dataclasses.replace(
         plans[0],
         launches=launches,
-        alignments=(*(alignments[i] for i in range(n)), 4, *3 * [_ALIGNMENT]),
+        alignments=(*alignments, 4, *3 * [_ALIGNMENT]),
         workspace_bytes=workspaces,
         reason=_reason(plans[0], f"terms scattered over {axis.name}", rows),
         exchange=Exchange(
-            True, axis.name, axis.size, axis.stride, rows, lhs,
-            device=n, out=n + 1, receive=n + 2, send=n + 3, ends=ends, addend=addend,
+            True, axis.name, axis.size, axis.stride, rows,
+            lhs=0, device=n, out=n + 1, receive=n + 2, send=n + 3, ends=ends, addend=addend,
         ),
     )  # fmt: skip
+
+
+def _alignments(parts: Sequence[Part]) -> list[int]:
+    """Return the alignment of each array that products read."""
+    found: dict[int, int] = {}
+    for part in parts:
+        for plan, reads in zip(part.plans, part.reads, strict=True):
+            for i, alignment in zip(reads, plan.alignments, strict=False):
+                found[i] = max(found.get(i, 1), alignment)
+    return [found[i] for i in range(len(found))]
 
 
 def _reason(part: LaunchPlan, what: str, rows: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,8 +24,9 @@ from jax_tilekern.ops.products.fused_lowering import fused_kernel
 from jax_tilekern.plans import overlap
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import kernel_us
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.gpu import why_no_gpu
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.overlap import MeshAxis
 from jax_tilekern.plans.policy import policy
@@ -76,12 +77,10 @@ def _bytes(x: Any) -> int:
     return size
 
 
-def _emitted(
-    plan: LaunchPlan, name: str, values: Sequence[Any], scratch: Sequence[Any]
-) -> PlannedKernel:
+def _emitted(plan: LaunchPlan, found: _Parts, scratch: Sequence[Any]) -> PlannedKernel:
     """Return the kernel of an exchange, which reads whole arrays and the device's number."""
-    operands = [*values, compat.partition_id()]
-    return PlannedKernel(name, plan.reason, plan, operands, scratch=scratch)
+    operands = [*found.arrays, compat.partition_id()]
+    return PlannedKernel(found.name, plan.reason, plan, operands, scratch=scratch)
 
 
 def exchanged_kernel(
@@ -98,89 +97,109 @@ def _gathered_kernel(
 ) -> PlannedKernel | str:
     x, w = operands
     out = result_type(x.aval, w.aval, axis.size, params["contraction"], params["out_dtype"])
-    parts = exchange_parts(x.aval, w.aval, out, axis, params["contraction"], scatters=False)
-    if isinstance(parts, str):
-        return parts
-    rows = [x.aval.shape[0] // parts] * parts
-    part = _part(x.aval, rows[0])
-    kernel = _product([part, w], **params)
-    if isinstance(kernel, str):
-        return kernel
-    assert isinstance(kernel.call, LaunchPlan)
-    lhs = kernel.operands.index(part.value)
-    plan = overlap.gather_plan(kernel.call, lhs, axis, rows, keeps=keeps)
+    count = exchange_parts(x.aval, w.aval, out, axis, params["contraction"], scatters=False)
+    if isinstance(count, str):
+        return count
+    rows = _rows_of_parts(x.aval, w, x.aval, count, axis, scatters=False, **params)
+    found = _parts(operands, rows, [], **params)
+    if isinstance(found, str):
+        return found
     shard, *others = x.aval.shape
     gathered = jax.core.ShapedArray((axis.size * shard, *others), x.aval.dtype)
-    values = [x.value if value is part.value else value for value in kernel.operands]
-    return _emitted(plan, kernel.name, values, [] if keeps else [gathered])
+    plan = overlap.gather_plan(found.parts, axis, keeps=keeps)
+    return _emitted(plan, found, [] if keeps else [gathered])
 
 
 def scattered_kernel(
-    operands: Sequence[Operand],
-    *,
-    axis: MeshAxis,
-    contraction: Contraction,
-    precision: Any,
-    out_dtype: np.dtype[Any],
+    operands: Sequence[Operand], *, axis: MeshAxis, **params: Any
 ) -> PlannedKernel | str:
     """Return the kernels of a product whose terms are scattered, or why a collective does it.
 
     A third operand is a further term.
     """
     x, w, *addends = operands
-    params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
-    out = result_type(x.aval, w.aval, 1 / axis.size, contraction, out_dtype)
-    parts = exchange_parts(x.aval, w.aval, out, axis, contraction, scatters=True)
-    if isinstance(parts, str):
-        return parts
-    # Those of which kernels read parts come first.
-    arrays = [x.value, *(each.value for each in addends)]
-    planned, names = list[overlap.PartOfScatter](), list[str]()
-    for rows in _rows_of_parts(x.aval, w, out, parts, **params):
-        parted = [_part(each.aval, rows) for each in (x, *addends)]
-        of_parts = {id(each.value): i for i, each in enumerate(parted)}
-        factors, added = [parted[0], w], parted[1:]
-        terms = [_part(out, rows) for _ in range(axis.size - 1)]
-        calls, reads = list[LaunchPlan](), list[list[int]]()
-        for kernel in (
-            _product(factors, added, **params),
-            _product(factors, [*added, *terms], **params),
-        ):
+    out = result_type(x.aval, w.aval, 1 / axis.size, params["contraction"], params["out_dtype"])
+    count = exchange_parts(x.aval, w.aval, out, axis, params["contraction"], scatters=True)
+    if isinstance(count, str):
+        return count
+    rows = _rows_of_parts(x.aval, w, out, count, axis, scatters=True, **params)
+    found = _parts(operands, rows, [out] * (axis.size - 1), **params)
+    if isinstance(found, str):
+        return found
+    received = jax.core.ShapedArray((axis.size - 1, *out.shape), out.dtype)
+    plan = overlap.scatter_plan(found.parts, 1 if addends else None, axis, _bytes(out))
+    return _emitted(plan, found, [received, received])
+
+
+class _Parts(NamedTuple):
+    """The products of parts of rows, and the arrays that they read; those with the rows first."""
+
+    name: str
+    parts: Sequence[overlap.Part]
+    arrays: Sequence[Any]
+
+
+def _parts(
+    operands: Sequence[Operand], rows: Sequence[int], received: Sequence[Any], **params: Any
+) -> _Parts | str:
+    """Return the products of parts of so many rows, or why there is none.
+
+    ``received`` has the types of the terms of other devices, which further products add.
+    """
+    x, w, *addends = operands
+    arrays, parts, name = [x.value, *(each.value for each in addends)], list[overlap.Part](), ""
+    for count in rows:
+        own = [_part(each.aval, count) for each in (x, *addends)]
+        terms = [_part(each, count) for each in received]
+        factors, added = [own[0], w], own[1:]
+        of_parts = {id(each.value): i for i, each in enumerate(own)}
+        plans, reads = list[LaunchPlan](), list[list[int]]()
+        for more in [added, [*added, *terms]] if terms else [added]:
+            kernel = _product(factors, more, **params)
             if isinstance(kernel, str):
                 return kernel
             assert isinstance(kernel.call, LaunchPlan)
             read = kernel.operands[: len(factors) + len(added)]
             others = [value for value in read if id(value) not in of_parts]
-            arrays += [value for value in others if value not in arrays[len(parted) :]]
-            places = {id(value): arrays.index(value, len(parted)) for value in others} | of_parts
-            calls.append(kernel.call)
+            arrays += [value for value in others if value not in arrays[len(own) :]]
+            places = {id(value): arrays.index(value, len(own)) for value in others} | of_parts
+            plans.append(kernel.call)
             reads.append([places[id(value)] for value in read])
-            names.append(kernel.name)
-        planned.append(overlap.PartOfScatter(rows, calls[0], calls[1], *reads))
-    addend = 1 if addends else None
-    plan = overlap.scatter_plan(planned, 0, addend, axis, _bytes(out))
-    received = jax.core.ShapedArray((axis.size - 1, *out.shape), out_dtype)
-    return _emitted(plan, names[0], arrays, [received, received])
+            name = name or kernel.name
+        parts.append(overlap.Part(count, plans, reads))
+    return _Parts(name, parts, arrays)
 
 
-def _rows_of_parts(x: Any, w: Operand, out: Any, parts: int, **params: Any) -> Sequence[int]:
-    """Return the rows of each part of a device's rows in a scatter."""
-    rows = out.shape[0]
-    equal = [rows // parts] * parts
-    if parts != 2 or overlap.current_parts() or not overlap.is_asked_for():
-        return equal
-    try:
-        gpu = current_gpu()
-    except NoGpu:
-        return equal
+# Accumulators of a thread beside which an epilogue that adds terms has its registers.
+_MOST_ACCUMULATORS = 128
 
-    def product_us(rows: int) -> float:
+
+def _rows_of_parts(
+    x: Any, w: Operand, sent: Any, count: int, axis: MeshAxis, *, scatters: bool, **params: Any
+) -> Sequence[int]:
+    """Return the rows of each part of a device's rows, of which ``sent`` is what it sends."""
+    usual = [sent.shape[0] // count] * count
+    # Other parts than these are not timed.
+    is_usual = axis.size != 2 or overlap.current_parts() or not overlap.is_asked_for()
+    if is_usual or why_no_gpu() is not None:
+        return usual
+
+    @functools.cache
+    def product(rows: int) -> Product | None:
         problem = state_problem(contract, CUDA, [_part(x, rows), w], **params)
-        if not isinstance(problem, LoweredProduct):
-            return 0.0
-        return kernel_us(problem.product, gpu)
+        return problem.product if isinstance(problem, LoweredProduct) else None
 
-    return overlap.split_rows(rows, _bytes(out), product_us)
+    def first_us(rows: int) -> float:
+        stated = product(rows)
+        return kernel_us(stated) if stated else math.inf
+
+    def then_us(rows: int) -> float:
+        stated = product(rows)
+        return kernel_us(stated, _MOST_ACCUMULATORS if scatters else None) if stated else math.inf
+
+    return overlap.rows_of_parts(
+        usual, _bytes(sent), scatters=scatters, first_us=first_us, then_us=then_us
+    )
 
 
 def _sum(accumulator: Array, *terms: Array) -> Array:

@@ -170,8 +170,8 @@ def plan_fused(
         return NoKernel(f"{choice.reason}{told}", choice.predicted_us)
     cycles = times.ours * gpu.rates.cycles_per_microsecond
     ranked = sorted(map(with_cycles, candidates, cycles.tolist()), key=lambda x: x.cycles)
-    is_faster = ours is not None and xla is not None and ours <= xla
-    limit = times.xla * gpu.rates.cycles_per_microsecond if is_faster else math.inf
+    asked = current_policy() == "kernels"
+    limit = math.inf if asked else times.xla * gpu.rates.cycles_per_microsecond
     plan = fused_plan(ranked, gpu, limit)
     if isinstance(plan, NoKernel):
         return dataclasses.replace(plan, predicted_us=choice.predicted_us)
