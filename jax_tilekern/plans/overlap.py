@@ -188,7 +188,7 @@ class Part(NamedTuple):
     rows
         How many these are.
     plans
-        Of a gather, the plan of the product. Of a scatter, that of a term, and that of one to which
+        A gather has the plan of the product. A scatter has that of a term, and that of one to which
         an epilogue adds the terms of the other devices.
     reads
         For each plan, which array each of its operands is, but for the terms of the other devices.
