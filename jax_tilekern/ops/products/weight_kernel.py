@@ -19,7 +19,7 @@ from jax_tilekern.ops.products.contraction import masked_product
 from jax_tilekern.ops.products.fused_lowering import epilogue_of
 from jax_tilekern.ops.products.scaled_operands import block_of_scales, dequantized
 from jax_tilekern.plans.contraction import Contraction, Labels
-from jax_tilekern.plans.gemm.arithmetic import F32
+from jax_tilekern.plans.gemm.arithmetic import F32, FP8
 from jax_tilekern.plans.gemm.sm90.weight_only import WeightOnlyProduct, refusal
 from jax_tilekern.plans.gemm.sm90.weight_only_choice import (
     WeightOnlyCandidate,
@@ -31,15 +31,13 @@ from jax_tilekern.plans.policy.choice import PolicyChoice
 from jax_tilekern.plans.quantize import BLOCK, INTEGERS
 from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel
 
-_INT4, _INT8 = INTEGERS
+_INT4, _ = INTEGERS
 
 
 def why_not(
     contraction: Contraction, gpu: Gpu, x: Any, w: Any, scales: Any, zeros: Any = None
 ) -> str:
     """Return why no kernel multiplies by weights as they are, or nothing."""
-    if w.dtype not in INTEGERS:
-        return f"kernels multiply by int4 and int8, not {w.dtype}, as they are"
     if not _is_of_rows(contraction):
         return f"kernels multiply rows of both operands, not {contraction}"
     return refusal(_problem(contraction, x, w, scales, zeros, F32), gpu)
@@ -119,6 +117,8 @@ def multiply(
 
 
 def _as_bytes(w: Array) -> Array:
+    if w.dtype in FP8:
+        return lax.bitcast_convert_type(w, np.uint8)
     if w.dtype != _INT4:
         return w
     pairs = w.reshape(*w.shape[:-1], w.shape[-1] // 2, 2)
@@ -163,6 +163,7 @@ def _problem(
         n=n,
         k=k,
         bits=4 if w.dtype == _INT4 else 8,
+        float8=w.dtype if w.dtype in FP8 else None,
         group=k if groups == 1 else block_of_scales(groups, k),
         dtype=x.dtype,
         out_dtype=out_dtype if out_dtype in (x.dtype, F32) else F32,
@@ -198,6 +199,8 @@ def _reference(
         if problem.bits == 4:
             w = lax.bitcast_convert_type(w, _INT4)
             w = w.reshape(*w.shape[:-2], problem.k)
+        elif problem.float8:
+            w = lax.bitcast_convert_type(w, problem.float8)
         return dequantized(w, *scales).reshape(problem.batch, problem.n, problem.k)
 
     weights = dequantised(w, *others[:of_weights])
@@ -258,6 +261,6 @@ _bind = define_kernel(
     "tilekern_weight_kernel",
     _reference,
     _planned,
-    describe=lambda *, problem, **_: f"matmul by int{problem.bits}",
+    describe=lambda *, problem, **_: f"matmul by {problem.weights_name}",
     like_results=_like_results,
 )

@@ -4,7 +4,7 @@ It contracts ``x`` of 16 bits or float32 with weights, whose last dimension is c
 and zero points follow the weights. With groups it is a grouped GEMM, and the bounds of the groups
 come next. With a function it has an epilogue, whose operands come last.
 
-A kernel of Hopper multiplies by integers as they are where it is predicted faster, and applies
+A kernel of Hopper multiplies by weights as they are where it is predicted faster, and applies
 functions of the elements. Otherwise
 weights are dequantised in float32, rounded to bfloat16 if that is the type of ``x``, and multiplied
 with float32 accumulators. Those for an ``x`` of float16 stay float32, because their range is that

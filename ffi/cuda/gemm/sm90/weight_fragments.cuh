@@ -1,4 +1,5 @@
-// Fragments of wgmma's lhs from integers of 4 or 8 bits, which are exact in 16-bit floats.
+// Fragments of lhs from integers of 4 or 8 bits or floats of 8 bits, which are exact in 16-bit
+// floats.
 //
 // An MMA step contracts 16 elements, of which lane t of a quad has those of positions 2t, 2t + 1,
 // 2t + 8 and 2t + 9. Which elements along k these are is free, if rhs has the same order. So lane t
@@ -12,6 +13,15 @@
 #include "types.cuh"
 
 namespace tilekern {
+
+// The types of weights: integers of so many bits, or 8-bit floats.
+template <int kBitsOf>
+struct WeightInteger {};
+
+template <typename Weight>
+inline constexpr int kWeightBits = 8 * sizeof(Weight);
+template <int kBitsOf>
+inline constexpr int kWeightBits<WeightInteger<kBitsOf>> = kBitsOf;
 
 inline uint32 subtract_pair(bfloat16, uint32 left, uint32 right) {
   uint32 result;
@@ -53,7 +63,7 @@ struct WeightFloats {
   WeightFloats() : WeightFloats(0) {}
 
   // Converts two integers, which are in the lowest bits of the halves of a word. `mask` is kMask.
-  uint32 operator()(uint32 integers, uint32 mask) const {
+  uint32 convert(uint32 integers, uint32 mask) const {
     uint32 values;
     if constexpr (kSignApart) {
       const uint32 low = (integers & mask) | kOffsetBits;
@@ -69,13 +79,50 @@ struct WeightFloats {
   }
 };
 
-// Loads fragments from a tile in rows of 128 bytes with TMA's 128-byte swizzle.
+// Pairs of float16 as pairs of T, which has their values.
+inline uint32 from_float16_pair(float16, uint32 pair) { return pair; }
+inline uint32 from_float16_pair(bfloat16, uint32 pair) {
+  float16 low, high;
+  low.bits = static_cast<uint16>(pair);
+  high.bits = static_cast<uint16>(pair >> 16);
+  uint32 words[1];
+  pack_pair(words, static_cast<bfloat16*>(nullptr), to_float(low), to_float(high));
+  return words[0];
+}
+
+// The conversion of the weights of a word to pairs of T, those of the lowest bits of its halves
+// first.
+template <typename T, typename Weight, bool kZeros>
+struct WeightPairs {
+  static_assert(!kZeros, "8-bit floats have no zero points");
+  static constexpr uint32 kMask = 0;
+
+  WeightPairs() = default;
+
+  void operator()(uint32 (&pairs)[2], uint32 word, uint32) const {
+    widen(pairs, static_cast<Weight*>(nullptr), permute_bytes(word, 0, 0x3120));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) pairs[i] = from_float16_pair(T(), pairs[i]);
+  }
+};
 template <typename T, int kBits, bool kZeros>
+struct WeightPairs<T, WeightInteger<kBits>, kZeros> : WeightFloats<T, kBits, kZeros> {
+  using WeightFloats<T, kBits, kZeros>::WeightFloats;
+
+  void operator()(uint32 (&pairs)[16 / kBits], uint32 word, uint32 mask) const {
+#pragma unroll
+    for (int i = 0; i < 16 / kBits; ++i) pairs[i] = this->convert(word >> kBits * i, mask);
+  }
+};
+
+// Loads fragments from a tile in rows of 128 bytes with TMA's 128-byte swizzle.
+template <typename T, typename Weight, bool kZeros>
 class WeightFragments {
   static constexpr int kUnitBytes = 16;
+  static constexpr int kBits = kWeightBits<Weight>;
 
  public:
-  using Floats = WeightFloats<T, kBits, kZeros>;
+  using Floats = WeightPairs<T, Weight, kZeros>;
   // MMA steps, of 16 elements of k, that 16 bytes have.
   static constexpr int kUnitSteps = 8 / kBits;
 
@@ -106,10 +153,11 @@ class WeightFragments {
     for (int unit = 0; unit < kSteps / kUnitSteps; ++unit) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        uint32 pairs[2 * kUnitSteps];
+        floats[half](pairs, integers[unit][half], mask_);
 #pragma unroll
         for (int i = 0; i < 2 * kUnitSteps; ++i) {
-          words[unit * kUnitSteps + i / 2][2 * (i % 2) + half] =
-              floats[half](integers[unit][half] >> kBits * i, mask_);
+          words[unit * kUnitSteps + i / 2][2 * (i % 2) + half] = pairs[i];
         }
       }
     }

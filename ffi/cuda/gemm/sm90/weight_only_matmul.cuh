@@ -57,8 +57,8 @@ struct WeightOnlyCoordinates {
 };
 
 // kGroup is the number of elements of a k-tile that have the same scale.
-template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
-          int kGroup, bool kZeros, class Tiles>
+template <typename T, typename Scale, typename Zero, typename Out, typename Weight,
+          WgmmaConfig config, int kGroup, bool kZeros, class Tiles>
 class WeightOnlyMatmul {
   static constexpr int kChunk = 64;
   static constexpr int kChunks = config.block_k / kChunk;
@@ -67,7 +67,7 @@ class WeightOnlyMatmul {
   static constexpr int kWeightBytes = config.block_m * kTileRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kChunks * XChunk::kBytes;
   using Pipeline = MainloopPipeline<config, kStageBytes, 0>;
-  using Fragments = WeightFragments<T, kBits, kZeros>;
+  using Fragments = WeightFragments<T, Weight, kZeros>;
   using Floats = typename Fragments::Floats;
   using Types = WgmmaTypes<T, T>;
   // Groups of a k-tile.
@@ -83,7 +83,8 @@ class WeightOnlyMatmul {
   // Scales of few groups are loaded a k-tile ahead.
   static constexpr bool kAhead = kGroups <= 2;
   static constexpr bool kTakesRegisters = weight_only_takes_registers(config);
-  static_assert(config.block_k * kBits == 8 * kTileRowBytes && config.block_k % kGroup == 0);
+  static_assert(config.block_k * kWeightBits<Weight> == 8 * kTileRowBytes &&
+                config.block_k % kGroup == 0);
   // Whether the first fragments of a k-tile are converted while the MMAs of the one before run.
   // That holds its stage until the next one is full, and others of an SM hide the conversion, too.
   static constexpr bool kBeginsEarly = config.cooperative;
@@ -381,8 +382,8 @@ class WeightOnlyMatmul {
   float result_[kCount];
 };
 
-template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
-          int kGroup, bool kZeros, int kCtas, class Epilogue = IdentityEpilogue,
+template <typename T, typename Scale, typename Zero, typename Out, typename Weight,
+          WgmmaConfig config, int kGroup, bool kZeros, int kCtas, class Epilogue = IdentityEpilogue,
           typename... Operands>
 __global__ void __launch_bounds__(weight_only_threads(config), kCtas)
     weight_only_matmul(const __grid_constant__ TensorMap weights,
@@ -391,7 +392,7 @@ __global__ void __launch_bounds__(weight_only_threads(config), kCtas)
                        Operands... operands) {
   using Tiles = WeightOnlyGrid<config>;
   const WeightScales<Scale, Zero> of_weights = {scales, zeros};
-  WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros, Tiles>(
+  WeightOnlyMatmul<T, Scale, Zero, Out, Weight, config, kGroup, kZeros, Tiles>(
       shape, Tiles(shape), of_weights, of_weights, out)
       .run(weights, weights, x, Epilogue{operands...});
 }

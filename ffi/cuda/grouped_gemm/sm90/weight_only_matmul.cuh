@@ -55,8 +55,8 @@ class WeightOnlyGroups {
   int32* begins_ = nullptr;
 };
 
-template <typename T, typename Scale, typename Zero, typename Out, int kBits, WgmmaConfig config,
-          int kGroup, bool kZeros, int kCtas>
+template <typename T, typename Scale, typename Zero, typename Out, typename Weight,
+          WgmmaConfig config, int kGroup, bool kZeros, int kCtas>
 __global__ void __launch_bounds__(weight_only_threads(config), kCtas)
     weight_only_ragged_matmul(const __grid_constant__ TensorMap weights,
                               const __grid_constant__ TensorMap x, const Scale* scales,
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(weight_only_threads(config), kCtas)
                               const __grid_constant__ WeightOnlyShape shape,
                               const __grid_constant__ GroupShape groups) {
   using Tiles = WeightOnlyGroups<config>;
-  WeightOnlyMatmul<T, Scale, Zero, Out, kBits, config, kGroup, kZeros, Tiles>(
+  WeightOnlyMatmul<T, Scale, Zero, Out, Weight, config, kGroup, kZeros, Tiles>(
       shape, {shape, groups, bounds}, {scales, zeros}, {second_scales, second_zeros}, out)
       .run(weights, second, x, IdentityEpilogue{});
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32
 from jax_tilekern.plans.gemm.epilogue import Epilogue
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
@@ -51,6 +52,8 @@ class WeightOnlyProduct:
         Whether ``x`` is ``[m, k]``, and consecutive rows of it have a matrix of the batch each.
     pair
         Whether ragged rows are multiplied by two arrays of weights. Results lie side by side.
+    float8
+        Type of weights that are 8-bit floats, which have no zero points; ``None`` for integers.
     """
 
     m: int
@@ -69,6 +72,7 @@ class WeightOnlyProduct:
     epilogue: Epilogue | None = None
     ragged: bool = False
     pair: bool = False
+    float8: np.dtype[Any] | None = None
 
     @property
     def columns(self) -> int:
@@ -100,6 +104,15 @@ class WeightOnlyProduct:
         return 2 * 4 * (self.geometry_of_groups.spans + 1) if self.ragged else 0
 
     @property
+    def weights_type(self) -> str:
+        """Their type in C++."""
+        return CXX_TYPES[self.float8] if self.float8 else f"tilekern::WeightInteger<{self.bits}>"
+
+    @property
+    def weights_name(self) -> str:
+        return self.float8.name if self.float8 else f"int{self.bits}"
+
+    @property
     def block_k(self) -> int:
         """Elements along ``k`` of a k-tile."""
         return 8 * ROW_BYTES // self.bits
@@ -126,6 +139,8 @@ def refusal(problem: WeightOnlyProduct, gpu: Gpu) -> str:
         return f"kernels of 4- and 8-bit weights take bfloat16 and float16, not {problem.dtype}"
     if problem.k * problem.bits % (8 * VECTOR_BYTES) or problem.k * _ITEM_BYTES % VECTOR_BYTES:
         return f"rows of {problem.k} elements are no multiple of {VECTOR_BYTES} bytes"
+    if problem.float8 and problem.zero_dtype:
+        return f"kernels have no zero points of {problem.float8}"
     whole = problem.group >= problem.k or problem.group % problem.block_k == 0
     if problem.group not in GROUPS and not whole:
         return f"kernels of 4- and 8-bit weights have groups of 32, 64 and 128, not {problem.group}"

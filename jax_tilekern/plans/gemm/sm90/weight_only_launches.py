@@ -129,7 +129,7 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
         launches.append(sums.launch(compiled, Buffer(ordered + 1), Buffer(out)))
     text = f"{tile.rows}x{tile.tokens} tiles of the transpose{' by groups' * problem.ragged}"
     return LaunchPlan(
-        name=f"weight_only_matmul int{problem.bits} {problem.dtype}",
+        name=f"weight_only_matmul {problem.weights_name} {problem.dtype}",
         gpu=gpu,
         launches=overlapping(gpu, *launches),
         alignments=(
@@ -182,8 +182,8 @@ def kernel_of(problem: WeightOnlyProduct, tile: Tile, out: np.dtype[Any]) -> Ker
     folder, name = ("grouped_", "ragged_") if problem.ragged else ("", "")
     plain = Kernel(
         f"{folder}gemm/sm90/weight_only_matmul.cuh",
-        f"tilekern::weight_only_{name}matmul<{types}, {problem.bits}, {config}, {group}, {zeros}, "
-        f"{tile.ctas}>",
+        f"tilekern::weight_only_{name}matmul<{types}, {problem.weights_type}, {config}, {group}, "
+        f"{zeros}, {tile.ctas}>",
     )
     if problem.epilogue is None:
         return plain
