@@ -103,10 +103,11 @@ def integers_of(x, group, dtype, *, symmetric):
                     scale = halves * np.float32(2 / (2 * most + 1))
                 factor = np.float32(1) / scale
                 zero = np.clip(np.rint(below * factor) - most - 1, -most - 1, most)
-            zero = np.float32(0) if symmetric else zero
+            is_finite = np.isfinite(part).all()
+            zero = np.float32(0) if symmetric or not is_finite else zero
             low = -most if symmetric else -most - 1
-            values.append(np.clip(np.rint(finite * factor) + zero, low, most))
-            scales.append(scale if np.isfinite(part).all() else np.float32(np.nan))
+            values.append(np.clip(np.rint(finite * factor) + zero, low, most) * is_finite)
+            scales.append(scale if is_finite else np.float32(np.nan))
             zeros.append(zero)
     shape = len(x), -1
     found = np.concatenate(values).reshape(shape), np.reshape(scales, shape)

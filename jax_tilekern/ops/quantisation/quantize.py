@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +57,10 @@ _BLOCKS: tuple[Block, ...] = (
 # platforms flush, round to zero in every block.
 _LEAST = np.float32(2.0**-90)
 _MAX = dict(zip((*FP8, *INTEGERS), (448, 57344, 7, 127), strict=True))
-# A byte that is NaN of either type, and the bits of the least float32 that is not finite.
+# A byte that is NaN of either type.
 _NAN = np.uint8(0x7F)
-_INFINITY = np.uint32(0x7F800000)
+# Arrays of fewer numbers are reduced faster than a CPU begins to share a pass.
+_LARGE = 1 << 16
 
 
 @jitted("block", "dtype", "power_of_two", "both", "symmetric")
@@ -82,7 +83,7 @@ def quantize(
     - A block without a magnitude of ``2**-90`` or more has scale 1, and zeros.
     - If not ``symmetric``, a block whose range exceeds float32 has an infinite scale.
     - NaN and infinities become NaN, and do not count for the scale. Integers have no NaN, so the
-      scale of their block is NaN, which makes the whole block NaN whatever its values are.
+      scale of their block is NaN, which makes the whole block NaN. Its values are zeros.
 
     Parameters
     ----------
@@ -202,8 +203,13 @@ def _quantized(
         return y
 
     finite = jnp.isfinite(x)
-    found = _maxima_in_one_pass if lowering_platform.value == "cpu" else _maxima
-    largest, above, below, has_nan = found(x, block)
+    in_one_pass = lowering_platform.value == "cpu" and _is_large(x)
+    others = 0 if dtype in FP8 else np.inf
+    magnitudes = _magnitudes(x, np.float32(others), signed=in_one_pass or not symmetric)
+    maxima = (_maxima_in_one_pass if in_one_pass else _maxima)(magnitudes, block)
+    has_nan = functools.reduce(jnp.maximum, maxima) == np.inf
+    above, below = (jnp.where(has_nan, np.float32(0), y) for y in (maxima[0], maxima[-1]))
+    largest = jnp.maximum(above, below)
     if symmetric:
         scales = largest * np.float32(1 / _MAX[dtype])
     else:
@@ -215,6 +221,8 @@ def _quantized(
         scales = _power_of_two(scales)
     is_zero = largest < _LEAST
     factors = jnp.where(is_zero, np.float32(1), _reciprocal(scales))
+    if dtype not in FP8:
+        factors = jnp.where(has_nan, np.float32(0), factors)
     scales = jnp.where(is_zero, np.float32(1), scales)
     scaled = x * of_elements(factors)
     results = [scales]
@@ -268,35 +276,30 @@ def scales_of_elements(scales: Array, axis: int, size: int, block: int = BLOCK) 
     return lax.slice_in_dim(elements, 0, size, axis=axis)
 
 
-class _Maxima(NamedTuple):
-    """What is largest in each block.
+def _is_large(x: Array) -> bool:
+    """Return whether a pass over an array takes longer than to begin one."""
+    return not isinstance(x.size, int) or x.size >= _LARGE
 
-    Attributes
-    ----------
-    largest, above, below
-        The magnitudes of all finite numbers, of those above and of those below zero.
-    has_nan
-        Whether a number is not finite.
+
+def _magnitudes(x: Array, others: Any, *, signed: bool) -> list[Array]:
+    """Return the magnitudes of finite numbers, and ``others`` for what is not finite.
+
+    They are those of all numbers; or, if ``signed``, of those above and of those below zero.
     """
+    magnitudes = jnp.where(jnp.isfinite(x), jnp.abs(x), others)
+    if not signed:
+        return [magnitudes]
+    zero, is_negative = np.float32(0), x < 0
+    return [
+        jnp.where(is_negative, zero, magnitudes),
+        jnp.where(is_negative, magnitudes, zero),
+    ]
 
-    largest: Array
-    above: Array
-    below: Array
-    has_nan: Array
 
-
-def _maxima(x: Array, block: Block) -> _Maxima:
-    finite = jnp.isfinite(x)
-
-    def max_of_blocks(y: Array) -> Array:
-        for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
-            y = _max_along(y, axis, size)
-        return y
-
-    largest = max_of_blocks(jnp.where(finite, jnp.abs(x), 0))
-    above, below = (max_of_blocks(jnp.where(finite & (y > 0), y, 0)) for y in (x, -x))
-    others = max_of_blocks(jnp.where(finite, np.float32(0), np.float32(1)))
-    return _Maxima(largest, above, below, others > 0)
+def _maxima(arrays: Sequence[Array], block: Block) -> list[Array]:
+    """Return the largest number of each block of each array."""
+    rows, columns = block
+    return [_max_along(_max_along(x, x.ndim - 2, rows), x.ndim - 1, columns) for x in arrays]
 
 
 def _max_along(x: Array, axis: int, size: int | None) -> Array:
@@ -305,32 +308,30 @@ def _max_along(x: Array, axis: int, size: int | None) -> Array:
     return x if size == 1 else jnp.max(_split_along(x, axis, size), axis + 1)
 
 
-def _maxima_in_one_pass(x: Array, block: Block) -> _Maxima:
+def _maxima_in_one_pass(arrays: Sequence[Array], block: Block) -> list[Array]:
     """Return what :func:`_maxima` does, for which XLA has several passes on CPUs.
 
     They are passes over arrays that it writes first: one for each maximum, and for the padding.
     """
-    for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
-        n = x.shape[axis]
+    first = arrays[0]
+    for axis, size in zip((first.ndim - 2, first.ndim - 1), block, strict=True):
+        n = first.shape[axis]
         if size not in (1, None) and isinstance(n, int) and n > size and n % size:
             whole = n - n % size
-            ends = (0, whole), (whole, n)
-            parts = (lax.slice_in_dim(x, start, stop, axis=axis) for start, stop in ends)
-            pairs = zip(*(_maxima_in_one_pass(part, block) for part in parts), strict=True)
-            return _Maxima(*(jnp.concatenate(pair, axis) for pair in pairs))
+            parts = [
+                _maxima_in_one_pass([lax.slice_in_dim(x, *ends, axis=axis) for x in arrays], block)
+                for ends in ((0, whole), (whole, n))
+            ]
+            return [jnp.concatenate(pair, axis) for pair in zip(*parts, strict=True)]
     # Magnitudes are ordered as their bits are, and integers are compared faster.
-    bits = lax.bitcast_convert_type(_split(x, block), np.uint32)
-    magnitudes = bits & 0x7FFFFFFF
-    finite = jnp.where(magnitudes < _INFINITY, magnitudes, 0)
-    is_negative = bits > 0x7FFFFFFF
+    bits = [lax.bitcast_convert_type(_split(x, block), np.int32) for x in arrays]
     found = lax.reduce(
-        (jnp.where(is_negative, 0, finite), jnp.where(is_negative, finite, 0), magnitudes),
-        (np.uint32(0),) * 3,
-        lambda x, y: tuple(map(lax.max, x, y)),
-        (bits.ndim - 3, bits.ndim - 1),
+        bits,
+        [np.int32(0)] * len(bits),
+        lambda x, y: list(map(lax.max, x, y)),
+        (bits[0].ndim - 3, bits[0].ndim - 1),
     )
-    above, below = (lax.bitcast_convert_type(y, np.float32) for y in found[:2])
-    return _Maxima(jnp.maximum(above, below), above, below, found[2] >= _INFINITY)
+    return [lax.bitcast_convert_type(x, np.float32) for x in found]
 
 
 def _rounded_bits(x: Array, dtype: np.dtype[Any]) -> Array:
