@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jax_tilekern as jtk
 from benchmarks.catalog.oracles import ORACLES
 from benchmarks.commands import ProgramsCommand
-from benchmarks.programs import Arrays, Errors, Program
+from benchmarks.programs import Arrays, Program, differences_from, gradient_of
 
 _BF16, _F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 # Batch, length, channels, width and type.
@@ -50,10 +50,7 @@ def _convolution(sizes: tuple[Any, ...], of_gradient: bool) -> Program:
         def forward(x: Any, weights: Any, bias: Any) -> Any:
             return function(x, weights, bias, activation="silu")
 
-        def gradient(x: Any, weights: Any, bias: Any, cotangent: Any) -> Any:
-            return jax.vjp(forward, x, weights, bias)[1](cotangent)
-
-        return gradient if of_gradient else forward
+        return gradient_of(forward) if of_gradient else forward
 
     sides = {
         "ours": of(jtk.causal_conv1d),
@@ -62,16 +59,8 @@ def _convolution(sizes: tuple[Any, ...], of_gradient: bool) -> Program:
     }
     text = f"{batch}x{length}x{channels}, width {width}, {dtype}"
     group = "gradient" if of_gradient else "forward"
-    return Program(f"{group}, {text}", operands, sides, _errors, group)
-
-
-def _errors(_: Arrays, results: Mapping[str, Any]) -> Errors:
-    """Return the largest difference from the shifted sums."""
-    ours, theirs = (
-        np.asarray(jax.tree.leaves(results[side])[0].ravel()[: 2**20].astype(np.float32))
-        for side in ("ours", "shifts")
-    )
-    return {"ours": float(np.max(np.abs(ours - theirs), initial=0))}
+    errors = functools.partial(differences_from, "shifts")
+    return Program(f"{group}, {text}", operands, sides, errors, group)
 
 
 def _programs(_: argparse.Namespace) -> Iterator[Program]:

@@ -58,6 +58,23 @@ def differences(_: Arrays, results: Mapping[str, Any]) -> Errors:
     return relative(first, first.get("XLA", other))
 
 
+def differences_from(right: str, _: Arrays, results: Mapping[str, Any]) -> Errors:
+    """Return our largest difference from a side among the first elements of first results."""
+    ours, theirs = (
+        np.asarray(jax.tree.leaves(results[side])[0].ravel()[: 2**20].astype(np.float32))
+        for side in ("ours", right)
+    )
+    # Results of empty segments are infinite.
+    with np.errstate(invalid="ignore"):
+        differences = np.where(ours == theirs, 0, np.abs(ours - theirs))
+    return {"ours": float(np.max(differences, initial=0))}
+
+
+def gradient_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the gradients of a function, of its arguments and a cotangent."""
+    return lambda *arguments: jax.vjp(function, *arguments[:-1])[1](arguments[-1])
+
+
 class WrongResult(Exception):
     """A result of ours is wrong; the row has its errors, and no times."""
 

@@ -14,7 +14,7 @@ from jax import lax
 
 import jax_tilekern as jtk
 from benchmarks.commands import ProgramsCommand
-from benchmarks.programs import KERNELS, Arrays, Program
+from benchmarks.programs import KERNELS, Arrays, Program, gradient_of
 
 _BF16, _F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
@@ -61,9 +61,6 @@ def _recurrences(shape: tuple[int, ...], dtype: Any = _F32) -> Iterator[Program]
         cotangent = [_normal(*shape, dtype=dtype, seed=2)] if gradient else []
         return _coefficients(*shape, dtype=dtype), _normal(*shape, dtype=dtype), *cotangent
 
-    def pulled(f: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda a, b, cotangent: jax.vjp(f, a, b)[1](cotangent)
-
     ours: Callable[..., Any] = functools.partial(jtk.linear_recurrence, axis=1)
     yield _program(
         f"recurrence {title}", functools.partial(operands, gradient=False),
@@ -71,7 +68,7 @@ def _recurrences(shape: tuple[int, ...], dtype: Any = _F32) -> Iterator[Program]
     )  # fmt: skip
     yield _program(
         f"gradient {title}", functools.partial(operands, gradient=True),
-        pulled(ours), pulled(_by_associative_scan), "`linear_recurrence`, gradient",
+        gradient_of(ours), gradient_of(_by_associative_scan), "`linear_recurrence`, gradient",
     )  # fmt: skip
 
 

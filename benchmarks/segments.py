@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jax_tilekern as jtk
 from benchmarks.commands import ProgramsCommand
-from benchmarks.programs import Arrays, Errors, Program
+from benchmarks.programs import Arrays, Program, differences_from
 
 _BF16, _F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+_ERRORS = functools.partial(differences_from, "XLA")
 
 
 def _ids(rows: int, segments: int, *, is_sorted: bool = False, seed: int = 0) -> Any:
@@ -28,17 +28,7 @@ def _normal(*shape: int, dtype: Any = _F32, seed: int = 1) -> Any:
 
 
 def _program(name: str, group: str, ours: Any, theirs: Any, operands: Any) -> Program:
-    return Program(name, operands, {"ours": ours, "XLA": theirs}, _errors, group)
-
-
-def _errors(_: Arrays, results: Mapping[str, Any]) -> Errors:
-    """Return the largest difference between the first elements of both results."""
-    ours, theirs = (
-        np.asarray(jax.tree.leaves(results[side])[0].ravel()[: 2**20].astype(np.float32))
-        for side in ("ours", "XLA")
-    )
-    finite = np.isfinite(ours) & np.isfinite(theirs)
-    return {"ours": float(np.max(np.abs(ours - theirs)[finite], initial=0))}
+    return Program(name, operands, {"ours": ours, "XLA": theirs}, _ERRORS, group)
 
 
 def _reduction(

@@ -263,14 +263,6 @@ class TensorMap:
         return self.sizes[0] * self.element_bytes + sum((n - 1) * stride for n, stride in steps)
 
     @property
-    def box_bytes(self) -> int:
-        """Bytes that one load of a whole box brings, as an mbarrier counts them."""
-        steps = self.element_strides or (1,) * len(self.box)
-        return self.element_bytes * math.prod(
-            -(-extent // step) for extent, step in zip(self.box, steps, strict=True)
-        )
-
-    @property
     def parameter_bytes(self) -> int:
         """Size of the kernel's parameter."""
         return _TENSOR_MAP_BYTES

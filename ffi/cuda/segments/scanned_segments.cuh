@@ -7,7 +7,6 @@
 namespace tilekern {
 
 inline constexpr int kScanThreads = 256;
-inline constexpr int kScanWarps = kScanThreads / 32;
 
 // Run-time sizes; `ScannedSegments` in `plans/segments/scanned_segments.py` packs the same fields
 // in the same order.
