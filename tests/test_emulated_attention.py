@@ -386,10 +386,9 @@ def plans(options, features, gpu=H100):
     score, of_score = traced(functions[0], "s", np.dtype("f4")) if functions[0] else (None, [])
     mask, of_mask = traced(functions[1], "m", None) if functions[1] else (None, [])
     scores = Scores(1.0, score_mod=score, mask_mod=mask, is_causal="is_causal" in options)
-    text = score_text(scores, [*of_score, *of_mask], BF16)
-    problem = problems.Attention(
-        2, 512, 512, 2, 2, features, features, BF16, 1.0, text, (1, 1) if text.has_mask else None
-    )
+    sizes = problems.Attention(2, 512, 512, 2, 2, features, features, BF16, 1.0)
+    text = score_text(scores, [*of_score, *of_mask], sizes)
+    problem = dataclasses.replace(sizes, functions=text, listed=(1, 1) if text.has_mask else None)
     return [
         sm90.plan_forward(problem, gpu),
         sm90.plan_backward(problem, gpu),

@@ -20,7 +20,16 @@ from jax_tilekern.ops.attention.score_numbers import ScoreNumbers, Sizes, score_
 from jax_tilekern.ops.attention.score_text import score_text
 from jax_tilekern.ops.attention.scores import Scores, visible_jaxpr
 from jax_tilekern.ops.attention.tile_map import tile_kinds
-from jax_tilekern.plans.attention.problem import Attention, Bias, Tiles, bias_refusal, refusal
+from jax_tilekern.plans.attention.problem import (
+    Attention,
+    Bias,
+    Tiles,
+    bias_refusal,
+    gradient_refusal,
+    has_wgmma,
+    refusal,
+)
+from jax_tilekern.plans.gemm.arithmetic import precision_name
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu, NoGpu, current_gpu
 
 # Positions of query, key and value, and of a bias, among the operands of ``attention``.
@@ -96,7 +105,7 @@ class Call:
 
     @property
     def sizes(self) -> Attention:
-        """The problem without its functions."""
+        """The problem without its functions, on the current GPU."""
         query, key, value = self.operands[:3]
         batch, queries, heads, features = query.shape
         return Attention(
@@ -109,6 +118,8 @@ class Call:
             value_features=value.shape[3],
             dtype=np.dtype(query.dtype),
             scale=float(self.scores.scale),
+            precision=precision_name(self.scores.precision),
+            by_wgmma=has_wgmma(np.dtype(query.dtype), current_gpu()),
         )
 
 
@@ -131,16 +142,19 @@ def problem_of(call: Call) -> Attention:
 @compat.cached(max_size=1024)
 def _problem(call: Call, gpu: Gpu) -> Attention:
     scores, problem = call.scores, call.sizes
-    if why := refusal(problem, gpu):
+    why = refusal(problem, gpu)
+    if call.kind == "backward":
+        why = why or gradient_refusal(problem)
+    if why:
         raise Untranslatable(why)
     numbers = numbers_of(call, call.wanted) if call.kind == "backward" else None
     arrays = call.arrays
     if call.kind != "tangent" and numbers is None and _can_be_staged(call):
         problem = dataclasses.replace(problem, bias=tuple(arrays[0].shape))
         named = tuple(x for x in scores.named if x[0] != "bias")
-        functions = score_text(dataclasses.replace(scores, named=named), arrays[1:], problem.dtype)
+        functions = score_text(dataclasses.replace(scores, named=named), arrays[1:], problem)
     else:
-        functions = score_text(scores, arrays, problem.dtype, numbers)
+        functions = score_text(scores, arrays, problem, numbers)
     problem = dataclasses.replace(problem, functions=functions)
     if scores.has_mask:
         kinds = jax.eval_shape(
@@ -153,7 +167,7 @@ def _problem(call: Call, gpu: Gpu) -> Attention:
 def _can_be_staged(call: Call) -> bool:
     """Whether a call has a bias of which TMA copies tiles of queries and keys."""
     query, key = call.operands[:2]
-    if dict(call.scores.named).get("bias", 0) is not None:
+    if not call.sizes.by_wgmma or dict(call.scores.named).get("bias", 0) is not None:
         return False
     bias = call.arrays[0]
     if bias.dtype != query.dtype or bias.shape[2:] != (query.shape[1], key.shape[1]):

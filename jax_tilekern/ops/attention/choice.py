@@ -29,6 +29,10 @@ from jax_tilekern.primitives.operation import (
 
 # The share of tiles that stands for none.
 _LEAST_SHARE = 1e-3
+_NOT_TIMED = (
+    "no times of kernels by mma.sync are recorded, so XLA computes it "
+    '(jax_tilekern.policy("kernels") takes them)'
+)
 
 
 def planner_of(kind: str) -> Planner:
@@ -50,7 +54,7 @@ def planner_of(kind: str) -> Planner:
 def has_kernels(query: Any, key: Any, value: Any) -> bool:
     """Whether kernels compute the value and the gradient of a call without functions."""
     sizes = Call("forward", (query, key, value), Scores(1.0)).sizes
-    return not refusal(sizes, current_gpu())
+    return sizes.by_wgmma and not refusal(sizes, current_gpu())
 
 
 def _chosen(call: Call, has_lse: bool) -> Outcome:
@@ -83,6 +87,8 @@ def ways_by_key(call: Call, *, has_lse: bool) -> tuple[dict[str, Rewrite], str]:
     """
     by_cudnn = None if has_lse else _by_cudnn(call)
     ways = {} if by_cudnn is None else {CUDNN: by_cudnn}
+    if not call.sizes.by_wgmma and current_policy() != "kernels":
+        return ways, _NOT_TIMED
     try:
         problem = problem_of(call)
     except Untranslatable as error:

@@ -1,4 +1,4 @@
-"""Attention by the kernels of ``attention/sm90``.
+"""Attention by the kernels of ``ffi/cuda/attention``.
 
 A call is rewritten to one of ``tilekern_attention_kernel``, whose last operands the kernel reads
 besides: statistics of rows, and lists of the tiles that the mask leaves. XLA computes these from
@@ -33,13 +33,8 @@ from jax_tilekern.ops.attention.score_numbers import ScoreNumbers, number_of_dif
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.ops.attention.tile_map import tile_lists
 from jax_tilekern.ops.planned_kernel import define_kernel, planned_kernel
+from jax_tilekern.plans.attention import mma, sm90
 from jax_tilekern.plans.attention.problem import STATISTICS_ROWS, Attention
-from jax_tilekern.plans.attention.sm90 import (
-    plan_backward,
-    plan_bias_gradient,
-    plan_forward,
-    plan_tangent,
-)
 from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel
 
 Results = Sequence[Array]
@@ -234,19 +229,20 @@ def _planned(
         problem, bias = _bias_problem(call)
         (statistics, *kinds), (d_out, _) = extra, of_values.cotangents
         read = _behind_bias(problem, [*products, d_out, statistics], kinds, arrays)
-        return planned_kernel(read, plan_bias_gradient, problem, bias)
+        return planned_kernel(read, sm90.plan_bias_gradient, problem, bias)
     problem = problem_of(call)
     if kernel == "forward":
         read = _behind_bias(problem, products, extra, arrays)
-        return planned_kernel(read, plan_forward, problem)
+        family = sm90 if problem.by_wgmma else mma
+        return planned_kernel(read, family.plan_forward, problem)
     statistics, *lists = extra
     if kernel == "backward":
         d_out, _ = of_values.cotangents
         read = _behind_bias(problem, [*products, d_out, statistics], lists, arrays)
-        return planned_kernel(read, plan_backward, problem)
+        return planned_kernel(read, sm90.plan_backward, problem)
     read = [*products, values[3], statistics, *of_values.tangents, *lists, *arrays]
     moving = tuple(i in wanted for i in OF_PRODUCTS)
-    return planned_kernel(read, plan_tangent, problem, moving)
+    return planned_kernel(read, sm90.plan_tangent, problem, moving)
 
 
 def _behind_bias(

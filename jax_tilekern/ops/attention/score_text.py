@@ -1,4 +1,4 @@
-"""The score function and the mask of a call as CUDA, for ``attention/sm90``."""
+"""The score function and the mask of a call as CUDA, for ``ffi/cuda/attention``."""
 
 from __future__ import annotations
 
@@ -22,25 +22,22 @@ from jax_tilekern.ops.kernel.translation.values import (
     row_major,
 )
 from jax_tilekern.ops.kernel.translation.writer import LaneWriter, TooLong
-from jax_tilekern.plans.attention.problem import ScoreText
+from jax_tilekern.plans.attention.problem import MOST_STAGED_BYTES, Attention, ScoreText
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gemm.arithmetic import BF16, F32
+from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32
 from jax_tilekern.plans.gpu import VECTOR_BYTES
 
 # Arrays of a function of up to so many elements are in registers.
 _UNROLLED = 16
-# Weights have the type of the values, so an absolute error of 2**-22 in a score is no loss.
+# Weights have the type of the values, or are TF32, so an absolute error of 2**-22 is no loss.
 _SHORTER = TO_16_BITS | {"tanh": ("tanh_of_score", 5)}
 # Queries and keys of bfloat16 are rounded by 2**-9, which is four times the relative error of this.
 _SHORTER_IN_BFLOAT16 = TO_16_BITS | {"tanh": ("tanh_of_bfloat16_score", 1)}
-# Arrays that a score reads are copied to shared memory, up to so many bytes of all. Beside the
-# tiles of a bias there are as many left.
-_MOST_STAGED = 2048
 # The exponentials of scores between this and its negative are weights without a maximum: 2**-87 to
 # 2**87. Sums of 2**30 of them are finite, and products with values from 2**-39 on are normal.
 _LARGEST_BOUND = 60.0
 # Up to this the rounding of a row's logarithm, by 2**-17 at most, is no loss beside that of weights
-# to 16 bits.
+# to 16 bits or TF32.
 _LARGEST_OF_ONE_LOGARITHM = 128.0
 _SCALARS = [("s", F32), *((name, np.dtype(np.int32)) for name in "bhqk")]
 
@@ -48,10 +45,10 @@ _SCALARS = [("s", F32), *((name, np.dtype(np.int32)) for name in "bhqk")]
 def score_text(
     scores: Scores,
     arrays: Sequence[Any],
-    dtype: np.dtype[Any],
+    sizes: Attention,
     numbers: ScoreNumbers | None = None,
 ) -> ScoreText:
-    """Translate the functions of a call of a type that reads arrays of these types.
+    """Translate the functions of a call of these sizes that reads arrays of these types.
 
     Derivatives are those by the score, and by ``numbers``.
 
@@ -78,12 +75,20 @@ def score_text(
     of_mask = _Written([], ["true"])
     # Gradients by arrays are sums of terms that cancel.
     has_arrays = "of_score" in scores.kinds
-    shorter = _SHORTER_IN_BFLOAT16 if dtype == BF16 and not has_arrays else _SHORTER
+    shorter: Mapping[str, tuple[str, int]] = _SHORTER
+    if sizes.is_split:
+        shorter = {}
+    elif sizes.dtype == BF16 and not has_arrays:
+        shorter = _SHORTER_IN_BFLOAT16
     factors, is_bounded = FactoredScore(None), False
     if score is not None:
         # Derivatives by numbers are those of the whole score.
         factors = FactoredScore(score) if numbers else factored(score)
-        is_bounded = factors.is_up_to_one and factors.outer <= _LARGEST_OF_ONE_LOGARITHM
+        is_bounded = (
+            factors.is_up_to_one
+            and factors.outer <= _LARGEST_OF_ONE_LOGARITHM
+            and not sizes.is_split
+        )
         if not is_bounded:
             # Scores themselves have a base, which is one of them.
             factors = factors.with_outer_inside()
@@ -92,7 +97,7 @@ def score_text(
         of_score = _written(factors.function, _SCALARS, read, shorter)
         of_slope = _written(slope, _SCALARS, read, shorter)
     if visible is not None:
-        of_mask = _written(visible, _SCALARS[1:], memory[n:], _SHORTER)
+        of_mask = _written(visible, _SCALARS[1:], memory[n:], shorter)
     pointers = [f"const {CXX_TYPES[x.dtype]}*" for x in arrays]
     text = _TEMPLATE.format(
         # Without a function, the kernel takes the largest product for that of the largest score.
@@ -104,7 +109,7 @@ def score_text(
         inner=literal(np.asarray(factors.inner), F32),
         outer=literal(np.asarray(factors.outer), F32),
         slope=literal(np.asarray(factors.inner * factors.outer), F32),
-        is_up_to_one=_flag(dtype == BF16 and is_bounded and factors.outer <= _LARGEST_BOUND),
+        is_up_to_one=_flag(sizes.dtype != F16 and is_bounded and factors.outer <= _LARGEST_BOUND),
         pointers="".join(f"  {kind} {name};\n" for kind, name in zip(pointers, names, strict=True)),
         score=of_score.body("return {};"),
         numbers=count,
@@ -120,7 +125,7 @@ def score_text(
 
 def _staged(arrays: Sequence[Buffer]) -> str:
     """Return statements that copy the arrays to shared memory, as far as they fit."""
-    left, lines = _MOST_STAGED, []
+    left, lines = MOST_STAGED_BYTES, []
     for i, x in enumerate(arrays):
         count, kind = math.prod(x.shape), CXX_TYPES[x.dtype]
         size = -(-count * x.dtype.itemsize // VECTOR_BYTES) * VECTOR_BYTES

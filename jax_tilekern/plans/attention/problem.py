@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32
-from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
+from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32, cuda_arithmetic
+from jax_tilekern.plans.gpu import MIN_COMPUTE_CAPABILITY, VECTOR_BYTES, Gpu
 from jax_tilekern.plans.launch import MAX_GRID
 
 CHUNK = 64  # features of a row of 128 bytes
@@ -18,9 +18,16 @@ ITEM_BYTES = 2
 STATISTICS_ROWS = 64
 ROWS = 64  # rows of a consumer warpgroup
 _WARP_ROWS = 16
+# Rows of which the kernels of mma.sync stage 32 keys and values.
+_MMA_ROW_BYTES = 512
+# Arrays that a score reads are copied to shared memory, up to so many bytes of all. Beside the
+# tiles of a bias there are as many left.
+MOST_STAGED_BYTES = 2048
 # The parts of a bias's gradient are in memory, of which the lengths take no product.
 _MOST_CHUNKS = 16
 _MOST_ROWS = 2**31 - 1
+# Arithmetics of float32 that three products of TF32 are as accurate as.
+_SPLIT = ("f32", "f32_emulated")
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,10 @@ class Attention:
     value_features: int
     dtype: np.dtype[Any]
     scale: float
+    # The name of the precision of the products: ``precision_name``.
+    precision: str = "DEFAULT"
+    # Whether the kernels are those of ``wgmma``. Others are of ``mma.sync``.
+    by_wgmma: bool = True
     functions: ScoreText = NO_FUNCTIONS
     # Lists of tiles, if there are any: the numbers of batches and heads that have their own.
     listed: tuple[int, int] | None = None
@@ -75,9 +86,20 @@ class Attention:
 
     @property
     def padded(self) -> tuple[int, int]:
-        """Features of a key and of a value in a tile."""
-        chunks = math.ceil(self.features / CHUNK), math.ceil(self.value_features / CHUNK)
-        return CHUNK * chunks[0], CHUNK * chunks[1]
+        """Features of a key and of a value in a tile, whose rows are a multiple of 128 bytes."""
+        chunk = CHUNK * ITEM_BYTES // self.dtype.itemsize
+        chunks = math.ceil(self.features / chunk), math.ceil(self.value_features / chunk)
+        return chunk * chunks[0], chunk * chunks[1]
+
+    @property
+    def arithmetic(self) -> Any:
+        """The arithmetic of the products, of which kernels have that of ``is_split`` and others."""
+        return cuda_arithmetic(self.dtype, self.dtype, self.dtype, self.precision)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether products are as accurate as float32: operands are two numbers of TF32 each."""
+        return self.arithmetic in _SPLIT
 
     @property
     def has_bases(self) -> bool:
@@ -105,7 +127,9 @@ class Attention:
         return self.batch * self.heads * rows
 
     def tiles(self, kernel: str) -> Tiles:
-        """Return the tiles of a kernel of ``sm90.py``."""
+        """Return the tiles of a kernel of ``sm90.py`` or ``mma.py``."""
+        if not self.by_wgmma:
+            return self._mma_tiles()
         if kernel == "forward":
             return Tiles(queries=128, keys=64 if max(self.padded) > 2 * CHUNK else 128)
         if kernel == "backward_keys":
@@ -121,6 +145,17 @@ class Attention:
         # Functions take registers beside three accumulators.
         has_functions = self.functions.has_score or self.functions.has_mask
         return Tiles(queries=128, keys=64 if has_functions else 128, stages=3)
+
+    def _mma_tiles(self) -> Tiles:
+        """Return tiles whose accumulators fit the registers of four warps, and two CTAs an SM."""
+        most = max(self.padded)
+        queries = 128 if most <= 2 * CHUNK and not self.is_split else 64
+        if most <= CHUNK:
+            return Tiles(queries, keys=32 if self.is_split else 64, stages=1)
+        # Reads of arrays take registers, and so do parts of operands.
+        has_few = self.is_split or bool(self.functions.pointers)
+        is_wide = most * self.dtype.itemsize > _MMA_ROW_BYTES
+        return Tiles(queries, keys=16 if has_few or is_wide else 32, stages=1)
 
     def numbers_shape(self) -> tuple[int, int, int, int]:
         """Return the shape of gradients by numbers of the score: a part for 16 queries each.
@@ -167,14 +202,23 @@ class Bias:
         return self.dtype if self.has_queries(problem) else F32
 
 
+def has_wgmma(dtype: np.dtype[Any], gpu: Gpu) -> bool:
+    """Whether the kernels of a type are those of ``wgmma``, which multiplies 16-bit types."""
+    return gpu.compute_capability[0] == 9 and dtype.itemsize == ITEM_BYTES
+
+
 def refusal(problem: Attention, gpu: Gpu) -> str:
     """Return why no kernel covers a call, or nothing."""
-    if gpu.compute_capability[0] != 9:
-        return f"kernels of attention are for Hopper, and {gpu.name} has {gpu.arch}"
-    if problem.dtype not in (BF16, F16):
-        return f"kernels of attention take bfloat16 and float16, not {problem.dtype}"
+    if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
+        return f"kernels of attention need compute capability 8.0, and {gpu.name} has {gpu.arch}"
+    if problem.dtype not in (F32, BF16, F16):
+        return f"kernels of attention take float32, bfloat16 and float16, not {problem.dtype}"
+    if problem.by_wgmma and not has_wgmma(problem.dtype, gpu):
+        return f"these kernels of attention are for Hopper, and {gpu.name} has {gpu.arch}"
+    if problem.dtype == F32 and problem.arithmetic not in ("tf32", *_SPLIT):
+        return f"kernels of attention have no float32 of precision {problem.precision}"
     for features in (problem.features, problem.value_features):
-        if features * ITEM_BYTES % VECTOR_BYTES:
+        if features * problem.dtype.itemsize % VECTOR_BYTES:
             return f"rows of {features} features are no multiple of {VECTOR_BYTES} bytes"
     most = max(problem.features, problem.value_features)
     if most > 4 * CHUNK:
@@ -187,8 +231,17 @@ def refusal(problem: Attention, gpu: Gpu) -> str:
     return ""
 
 
+def gradient_refusal(problem: Attention) -> str:
+    """Return why no kernel covers the gradient of a call that has a kernel, or nothing."""
+    if not problem.by_wgmma:
+        return "kernels of gradients of attention are for 16-bit types on Hopper"
+    return ""
+
+
 def tangent_refusal(problem: Attention) -> str:
     """Return why no kernel covers the tangents of a call that has a kernel, or nothing."""
+    if not problem.by_wgmma:
+        return "kernels of tangents of attention are for 16-bit types on Hopper"
     if max(problem.padded) > 2 * CHUNK:
         return f"kernels of tangents of attention have up to {2 * CHUNK} features"
     return ""
@@ -196,6 +249,8 @@ def tangent_refusal(problem: Attention) -> str:
 
 def bias_refusal(problem: Attention, bias: Bias) -> str:
     """Return why no kernel covers the gradient of the bias of a call with kernels, or nothing."""
+    if why := gradient_refusal(problem):
+        return why
     if bias.dtype not in (F32, BF16, F16):
         return f"kernels of gradients of a bias have no {bias.dtype}"
     if max(problem.padded) > 2 * CHUNK:

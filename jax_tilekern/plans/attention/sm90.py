@@ -11,12 +11,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jax_tilekern.compilation.compiler import Kernel, Source, compile_kernels
+from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.plans.attention.launches import (
+    Buffers,
+    buffers_of,
+    config_of,
+    deltas_of,
+    flags,
+    kernel_of,
+    plan_of,
+    shape_of,
+)
 from jax_tilekern.plans.attention.problem import (
     CHUNK,
     ITEM_BYTES,
@@ -30,7 +39,7 @@ from jax_tilekern.plans.attention.problem import (
 )
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16
-from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
+from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import (
     Buffer,
     Launch,
@@ -56,7 +65,7 @@ def plan_forward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
     if why := refusal(problem, gpu):
         return NoKernel(why)
     tiles, (features, values) = problem.tiles("forward"), problem.padded
-    buffers = _buffers(problem, operands=3, lists=2, results=2 + problem.has_bases)
+    buffers = buffers_of(problem, operands=3, lists=2, results=2 + problem.has_bases)
     out, log, *bases = buffers.results
     launch = _launch(
         problem,
@@ -75,7 +84,7 @@ def plan_forward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         biases=tiles.stages,
         works=math.ceil(problem.queries / tiles.queries) * problem.heads * problem.batch,
     )
-    return _plan("attention", problem, gpu, buffers, launch)
+    return plan_of("attention", problem, gpu, buffers, launch)
 
 
 def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
@@ -89,9 +98,9 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
     features, values = problem.padded
     of_keys, of_queries = (problem.tiles(x) for x in ("backward_keys", "backward_queries"))
     has_numbers = problem.functions.numbers > 0
-    buffers = _buffers(problem, operands=5, lists=4, results=3 + has_numbers)
+    buffers = buffers_of(problem, operands=5, lists=4, results=3 + has_numbers)
     d_query, d_key, d_value, *d_numbers = buffers.results
-    deltas = Scalars.int64(_deltas(problem))
+    deltas = Scalars.int64(deltas_of(problem))
     sizes = Scalars.pack("i", problem.features), Scalars.pack("i", problem.value_features)
     keys = _launch(
         problem,
@@ -124,7 +133,7 @@ def plan_backward(problem: Attention, gpu: Gpu) -> LaunchPlan | NoKernel:
         if problem.functions.by_difference
         else 0,
     )
-    return _plan("attention_gradient", problem, gpu, buffers, keys, queries)
+    return plan_of("attention_gradient", problem, gpu, buffers, keys, queries)
 
 
 def plan_tangent(
@@ -138,7 +147,7 @@ def plan_tangent(
     if why := refusal(problem, gpu) or tangent_refusal(problem):
         return NoKernel(why)
     tiles, (features, values) = problem.tiles("tangent"), problem.padded
-    buffers = _buffers(problem, operands=5 + sum(moving), lists=2, results=2)
+    buffers = buffers_of(problem, operands=5 + sum(moving), lists=2, results=2)
     of_tangents = itertools.count(5)
     # Maps of what has no tangent are not read.
     own = [next(of_tangents) if x else i for i, x in enumerate(moving)]
@@ -157,9 +166,9 @@ def plan_tangent(
             Scalars.pack("i", problem.value_features),
         ),
         staged=tiles.queries * (1 + of_query) * features + tiles.stages * tiles.keys * stage,
-        template=f"tilekern::Moving{{{_flags(*moving)}}}, ",
+        template=f"tilekern::Moving{{{flags(*moving)}}}, ",
     )
-    return _plan("attention_tangent", problem, gpu, buffers, launch)
+    return plan_of("attention_tangent", problem, gpu, buffers, launch)
 
 
 def plan_bias_gradient(problem: Attention, bias: Bias, gpu: Gpu) -> LaunchPlan | NoKernel:
@@ -170,8 +179,8 @@ def plan_bias_gradient(problem: Attention, bias: Bias, gpu: Gpu) -> LaunchPlan |
     if why := refusal(problem, gpu) or bias_refusal(problem, bias):
         return NoKernel(why)
     tiles, (features, values) = problem.tiles("bias_gradient"), problem.padded
-    buffers = _buffers(problem, operands=5, lists=1, results=1)
-    shape = problem.batch, *bias.shape[:2], *bias.chunks(problem), _deltas(problem)
+    buffers = buffers_of(problem, operands=5, lists=1, results=1)
+    shape = problem.batch, *bias.shape[:2], *bias.chunks(problem), deltas_of(problem)
     launch = _launch(
         problem,
         gpu,
@@ -181,42 +190,17 @@ def plan_bias_gradient(problem: Attention, bias: Bias, gpu: Gpu) -> LaunchPlan |
         parameters=(Buffer(4), *buffers.results, *buffers.lists, Scalars.pack("5iq", *shape)),
         staged=tiles.stages * (tiles.queries + tiles.keys) * max(features, values),
         biases=1,
-        template=f"{_flags(bias.has_queries(problem))}, {CXX_TYPES[bias.result_dtype(problem)]}, ",
+        template=f"{flags(bias.has_queries(problem))}, {CXX_TYPES[bias.result_dtype(problem)]}, ",
         works=bias.works(problem),
     )
-    return _plan("attention_bias_gradient", problem, gpu, buffers, launch)
-
-
-class _Buffers(NamedTuple):
-    """The buffers of a plan behind its first operands, in their order, and how all are aligned.
-
-    A bias that is not staged is any buffer.
-    """
-
-    bias: Buffer
-    lists: Sequence[Buffer]
-    arrays: Sequence[Buffer]
-    results: Sequence[Buffer]
-    alignments: tuple[int, ...]
-
-
-def _buffers(problem: Attention, *, operands: int, lists: int, results: int) -> _Buffers:
-    """Return the buffers of a plan of so many; lists that kernels do not read are any buffer."""
-    has_bias = problem.bias is not None
-    counts = has_bias, lists if problem.listed else 0, len(problem.functions.pointers), results
-    indices = itertools.count(operands)
-    bias, of_lists, arrays, of_results = ([Buffer(next(indices)) for _ in range(n)] for n in counts)
-    groups = zip((operands, *counts), (VECTOR_BYTES, VECTOR_BYTES, 4, 1, VECTOR_BYTES), strict=True)
-    alignments = tuple(itertools.chain(*((alignment,) * n for n, alignment in groups)))
-    (of_bias,) = bias or [Buffer(0)]
-    return _Buffers(of_bias, of_lists or [Buffer(0)] * lists, arrays, of_results, alignments)
+    return plan_of("attention_bias_gradient", problem, gpu, buffers, launch)
 
 
 def _launch(
     problem: Attention,
     gpu: Gpu,
     name: str,
-    buffers: _Buffers,
+    buffers: Buffers,
     *,
     maps: tuple[TensorMap, ...],
     parameters: tuple[Parameter, ...],
@@ -235,79 +219,33 @@ def _launch(
     tiles = problem.tiles(name)
     if biases:
         maps = (*maps, _bias_map(problem, tiles, buffers.bias))
-    own_biases = problem.bias or (1, 1, 1, 1)
     if problem.bias is not None:
         staged += biases * tiles.queries * tiles.keys
-    config = f"{tiles.queries}, {tiles.keys}, {problem.padded[0]}, {problem.padded[1]}"
-    flags = problem.listed is not None, problem.bias is not None, problem.has_bases
-    config += f", {tiles.stages}, {_flags(*flags)}"
-    types = "".join(f", {x}" for x in problem.functions.pointers)
     file = name.partition("_")[0] if name.startswith("backward") else name
-    kernel = Kernel(
-        Source(
-            f'#include "attention/sm90/{file}.cuh"\n{problem.functions.text}',
-            f"attention_{file}.cu",
-        ),
-        f"tilekern::attention_{name}<{CXX_TYPES[problem.dtype]}, "
-        f"tilekern::AttentionConfig{{{config}}}, {template}tilekern::Functions{types}>",
+    kernel = kernel_of(
+        problem, "sm90", file, f"attention_{name}", f"{config_of(problem, tiles)}, {template}"
     )
-    of_queries = problem.queries, tiles.queries, problem.heads
-    of_keys = problem.keys, tiles.keys, problem.key_heads
-    own, others = (of_keys, of_queries) if name == "backward_keys" else (of_queries, of_keys)
-    length, tile, heads = own
-    consumers = 2 if name == "backward_keys" else tile // ROWS
-    count = math.ceil(length / tile)
-    batches, list_heads = problem.listed or (1, 1)
-    shape = Scalars.pack(
-        "11if",
-        problem.queries,
-        problem.keys,
-        problem.heads,
-        problem.heads // problem.key_heads,
-        count,
-        works or 0,
-        math.ceil(others[0] / others[1]),
-        0 if batches == 1 else list_heads * count,
-        0 if list_heads == 1 else count,
-        *(int(size > 1) for size in own_biases[:2]),
-        problem.scale,
+    of_keys = name == "backward_keys"
+    length, tile, heads = (
+        (problem.keys, tiles.keys, problem.key_heads)
+        if of_keys
+        else (problem.queries, tiles.queries, problem.heads)
     )
+    consumers = 2 if of_keys else tile // ROWS
     return Launch(
         entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
-        grid=(count, heads, problem.batch)
+        grid=(math.ceil(length / tile), heads, problem.batch)
         if works is None
         else (min(works, gpu.available_sms), 1, 1),
         block=(_WARPGROUP * (1 + consumers), 1, 1),
-        parameters=(*maps, *parameters, shape, *buffers.arrays),
+        parameters=(
+            *maps,
+            *parameters,
+            shape_of(problem, tiles, of_keys=of_keys, works=works or 0),
+            *buffers.arrays,
+        ),
         shared_memory_bytes=staged * ITEM_BYTES + others_bytes + _BARRIERS_BYTES,
     )
-
-
-def _plan(
-    name: str, problem: Attention, gpu: Gpu, buffers: _Buffers, *launches: Launch
-) -> LaunchPlan:
-    spilled = sum(launch.entry.spill_bytes for launch in launches)
-    kinds = [
-        "a score function" if problem.functions.has_score else "",
-        "tiles that the mask leaves" if problem.listed else "",
-        f"{spilled} bytes spilled" if spilled else "",
-    ]
-    return LaunchPlan(
-        name=f"{name} {problem.dtype}",
-        gpu=gpu,
-        launches=launches,
-        alignments=buffers.alignments,
-        reason=", ".join(["tiles on tensor cores", *filter(None, kinds)]),
-    )
-
-
-def _deltas(problem: Attention) -> int:
-    """Return the position of the first statistic that is not of a sum of exponentials."""
-    return (1 + problem.has_bases) * problem.rows
-
-
-def _flags(*values: bool) -> str:
-    return ", ".join(str(x).lower() for x in values)
 
 
 def _maps(problem: Attention, tiles: Tiles, *buffers: int) -> tuple[TensorMap, ...]:

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "attention/sm90/bias.cuh"
-#include "attention/sm90/weights.cuh"
+#include "attention/weights.cuh"
 
 namespace tilekern {
 

@@ -9,7 +9,7 @@
 //   kSlope                          what the derivative by s has to be multiplied by
 #pragma once
 
-#include "attention/sm90/tiles.cuh"
+#include "attention/scores.cuh"
 
 namespace tilekern {
 

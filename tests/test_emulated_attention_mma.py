@@ -1,0 +1,170 @@
+"""Kernels of attention by ``mma.sync``: their plans, and emulated values with error bounds."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_attention import MODES, RNG, draw
+from emulated_gpu import emulated_gpu
+from nvrtc_mark import needs_emulator, require_nvrtc
+from products import BF16, F16, F32, H100
+from test_emulated_attention import FUNCTIONS, capped, documents, slopes, table
+
+import jax_tilekern as jtk
+from benchmarks.catalog.oracles import ORACLES
+from jax_tilekern.interop.gpu_target import gpu_target
+from jax_tilekern.ops.attention.index_functions import traced
+from jax_tilekern.ops.attention.score_text import score_text
+from jax_tilekern.ops.attention.scores import Scores
+from jax_tilekern.plans.attention import mma
+from jax_tilekern.plans.attention import problem as problems
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.launch import NoKernel
+
+require_nvrtc()
+
+A100 = known_gpu("sm_80")
+HIGHEST = jax.lax.Precision.HIGHEST
+BIAS = RNG.standard_normal((1, 2, 70, 90)).astype(np.float32)
+
+
+def far(s, b, h, q, k):
+    return s * 2 - 1e4 * (q % 2) + k * 0.5
+
+
+# A GPU, a type, sizes of (batch, queries, keys, heads, key heads, features, value features), a
+# mode of the emulator, and options. The masks of some leave queries without keys.
+CALLS = {
+    "plain": (H100, F32, (1, 150, 200, 2, 1, 64, 64), None, {}),
+    "causal": (
+        H100, F32, (1, 200, 200, 2, 2, 16, 128), "late", {"is_causal": True, "score_mod": slopes},
+    ),
+    "wide": (A100, F32, (1, 70, 90, 2, 1, 192, 256), "backwards", {"is_causal": True}),
+    "functions": (
+        A100, F32, (2, 150, 200, 2, 2, 80, 68), "held",
+        {"score_mod": capped, "mask_mod": documents},
+    ),
+    "lengths": (
+        H100, F32, (2, 140, 140, 2, 2, 64, 64), "late",
+        {"key_value_seq_lengths": np.array([70, 0]), "query_seq_lengths": np.array([130, 9])},
+    ),
+    "bias": (A100, F32, (1, 70, 90, 2, 2, 36, 100), None, {"bias": BIAS}),
+    "exact": (H100, F32, (1, 150, 200, 2, 1, 64, 128), "late", {"precision": HIGHEST}),
+    "exact table": (
+        A100, F32, (2, 150, 200, 2, 1, 64, 64), None,
+        {"precision": HIGHEST, "score_mod": table, "is_causal": True},
+    ),
+    "exact bases": (
+        H100, F32, (1, 70, 90, 1, 1, 256, 256), None, {"precision": HIGHEST, "score_mod": far},
+    ),
+    "bfloat16": (A100, BF16, (1, 200, 200, 2, 1, 128, 64), "late", {"local_window_size": (70, 3)}),
+    "float16": (
+        A100, F16, (1, 140, 136, 2, 2, 256, 200), "held",
+        {"bias": RNG.standard_normal((1, 2, 140, 136)).astype(F16), "score_mod": capped},
+    ),
+}  # fmt: skip
+DEFAULT = {"plain", "functions", "exact", "bfloat16"}
+
+
+def bounds(operands, options):
+    """Bounds of the errors of the result, and of the logsumexp, from those of each rounding.
+
+    Scores err by ``d``, so weights by a factor of ``exp(2 d)``.
+    """
+    query, key, value = (np.asarray(x, np.float64) for x in operands)
+    dtype, features, keys = operands[0].dtype, query.shape[-1], key.shape[1]
+    is_exact = "precision" in options
+    # Rounding of a product's operands, and of its sums in float32, of 8 or 16 terms for an MMA.
+    of_operands = {F32: 3 * 2.0**-22 if is_exact else 2 * 2.0**-11, BF16: 0, F16: 0}[dtype]
+    of_sums = 3 * 2.0**-24
+    group = query.shape[2] // key.shape[2]
+    products = np.einsum("btnd,bsnd->btns", abs(query), np.repeat(abs(key), group, 2))
+    largest = products.max(-1) / np.sqrt(features)
+    d = (of_operands + features / 8 * of_sums) * largest
+    # Functions have terms of up to 200 and slopes of up to 2, and a base of 1e4 in one call.
+    terms = 1e4 if options.get("score_mod") is far else 200
+    d = 2 * d + 2.0**-22 + 8 * 2.0**-24 * (largest + terms)
+    own = float(jnp.finfo(dtype).eps) / 2
+    of_weights = own if dtype != F32 else of_operands
+    of_value = np.expm1(2 * d)[..., None] + 2 * of_weights + (keys / 8 + 8) * of_sums
+    weighed, _ = ORACLES.attention(query, key, abs(value), return_residual=True, **options)
+    return (of_value + own) * np.asarray(weighed), d + 2.0**-20
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[] if x in DEFAULT else [pytest.mark.thorough]) for x in CALLS],
+)
+def test_values_and_logarithms(name):
+    gpu, dtype, (b, t, s, n, k, h, d), mode, options = CALLS[name]
+    operands = tuple(draw(*x, dtype=dtype) for x in ((b, t, n, h), (b, s, k, h), (b, s, k, d)))
+
+    def of(m):
+        return jax.jit(lambda *x: m.attention(*x, return_residual=True, **options))
+
+    with emulated_gpu(dataclasses.replace(gpu, sm_count=1), **MODES.get(mode, {})) as ran:
+        found = [np.asarray(x, np.float64) for x in of(jtk)(*operands)]
+    assert {plan.name.split()[0] for plan in ran} == {"attention"}
+    assert "mma_attention_forward" in ran[0].launches[0].entry.name
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in operands]
+        expected = [np.asarray(x) for x in of(ORACLES)(*wide)]
+        allowed = bounds(operands, options)
+    finite = np.isfinite(expected[1])
+    np.testing.assert_array_equal(found[1][~finite], expected[1][~finite])
+    np.testing.assert_array_equal(found[0][~finite], 0)
+    for x, y, bound in zip(found, expected, allowed, strict=True):
+        assert (abs(x[finite] - y[finite]) <= bound[finite]).all()
+
+
+def plan(options, features, dtype, precision, gpu):
+    functions = options.get("score_mod"), options.get("mask_mod")
+    score, of_score = traced(functions[0], "s", F32) if functions[0] else (None, [])
+    mask, of_mask = traced(functions[1], "m", None) if functions[1] else (None, [])
+    scores = Scores(1.0, score_mod=score, mask_mod=mask, is_causal="is_causal" in options)
+    sizes = problems.Attention(
+        2, 512, 512, 2, 2, features, features, np.dtype(dtype), 1.0, precision, by_wgmma=False
+    )
+    text = score_text(scores, [*of_score, *of_mask], sizes)
+    listed = (1, 1) if text.has_mask else None
+    return mma.plan_forward(dataclasses.replace(sizes, functions=text, listed=listed), gpu)
+
+
+@pytest.mark.parametrize("gpu", [A100, H100], ids=["sm_80", "sm_90a"])
+@pytest.mark.parametrize("features", [64, 128, 256])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.one_in(6)
+def test_plans_spill_little(name, features, gpu):
+    for dtype, precision in ((F32, "DEFAULT"), (F32, "HIGHEST"), (BF16, "DEFAULT")):
+        (launch,) = plan(FUNCTIONS[name], features, dtype, precision, gpu).launches
+        # Parts of operands of HIGHEST take registers.
+        assert launch.entry.spill_bytes <= 8 * features * (precision == "HIGHEST")
+
+
+def test_tiles_beyond_the_shared_memory_are_xlas():
+    # Arrays of the function are staged beside the tiles.
+    found = plan(FUNCTIONS["table"], 256, F32, "DEFAULT", known_gpu("sm_86"))
+    assert isinstance(found, NoKernel)
+    assert "shared memory" in found.reason
+    assert not isinstance(plan({}, 256, F32, "DEFAULT", known_gpu("sm_86")), NoKernel)
+
+
+@pytest.mark.defaults
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_kernels_are_asked_for_by_the_policy(dtype):
+    x = jnp.ones((2, 256, 8, 64), dtype)
+
+    def choice(gpu, **options):
+        with gpu_target(gpu):
+            return jtk.explain(lambda x: jtk.attention(x, x, x, score_mod=capped, **options), x)[0]
+
+    gpu = H100 if dtype == F32 else A100
+    assert "policy" in choice(gpu).reason
+    with jtk.policy("kernels"):
+        assert choice(gpu).is_rewritten
+        if dtype == F32:
+            found = choice(gpu, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32)
+            assert "BF16_BF16_F32" in found.reason
