@@ -160,9 +160,17 @@ def test_several_matrices_share_the_gathered_rows(mesh, rng, x, w):
             return sum(jnp.sin(y).sum() for y in f(*args))
 
         gradient = jax.grad(loss, (0, 1, 2))
-        run = jax.jit(lambda *args: (f(*args), gradient(*args)))
-        programs = [jax.jit(each).lower(x, w, v).compile() for each in (f, gradient)]
-        return run(x, w, v), [sorted(c.kind for c in collectives(each)) for each in programs]
+        args = x, w, v
+        run = jax.jit(
+            lambda *args: (
+                f(*args), gradient(*args), jax.jvp(gradient, args, args)[1],
+                # The cotangent of the rows is linear in the cotangents, and has a transpose.
+                jax.linear_transpose(lambda *bars: jax.vjp(f, *args)[1]([*bars])[0], *f(*args))(x),
+                jax.vmap(gradient, (0, None, None))(jnp.stack([x, x + 1]), w, v),
+            )
+        )  # fmt: skip
+        programs = [jax.jit(each).lower(*args).compile() for each in (f, gradient)]
+        return run(*args), [sorted(c.kind for c in collectives(each)) for each in programs]
 
     (found, kinds), (wanted, as_by_lax) = results(ours), results(by_lax)
     close(found, wanted)
