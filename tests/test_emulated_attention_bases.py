@@ -38,7 +38,7 @@ def of_rows(s, b, h, q, k):
 
 
 def of_heads(s, b, h, q, k):
-    """Scores whose maxima have rounded products, and some of the second head's no rounding."""
+    """Scores whose products with the rate are rounded, also to more than their differences."""
     return s + jnp.where((h == 1) & (q % 3 == 1), 2.0**27 + 64 * (k % 2), 7e6)
 
 

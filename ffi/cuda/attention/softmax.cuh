@@ -32,8 +32,6 @@ class RowSoftmax {
   static constexpr bool kScore = Functions::kScore || config.biased;
   static constexpr int kCount = config.keys / 2;
   static_assert(!config.based || (kScore && Functions::kOuter == 1));
-  // From this on, scores that differ do so by 16 or more.
-  static constexpr float kLargestBase = 1 << 27;
 
  public:
   void reset() {
@@ -41,7 +39,6 @@ class RowSoftmax {
     for (int r = 0; r < 2; ++r) {
       maxima_[r] = Functions::kIsUpToOne ? 0 : -INFINITY;
       totals_[r] = 0;
-      roundings_[r] = 0;
     }
   }
 
@@ -91,8 +88,6 @@ class RowSoftmax {
       }
     };
     // Weights are powers of two of the scores less the maximum, times this.
-    // One FMA computes the exponent, less the rounding of the maximum's product, which rows that
-    // have a base take from their logarithm.
     const float rate = kScore ? Functions::kOuter * kLog2E : shape.scale * kLog2E;
     if constexpr (Functions::kIsUpToOne) {
 #pragma unroll
@@ -103,7 +98,11 @@ class RowSoftmax {
     } else {
       hide(-INFINITY);
       const auto larger = [](float x, float y) { return fmaxf(x, y); };
-      float rates[2], products[2];
+      float bases[2];
+      // The difference of large scores is exact, and that of rounded products with the rate is not.
+      const auto weight = [&](float score, int r) {
+        return exp2_approximate(config.based ? (score - bases[r]) * rate : score * rate - bases[r]);
+      };
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float maximum = maxima_[r];
@@ -113,25 +112,13 @@ class RowSoftmax {
         }
         maximum = reduced_over_row(maximum, larger);
         // Before the first visible key, weights are zero.
-        const float base = maximum == -INFINITY ? 0 : maximum;
-        rates[r] = config.based ? rate_of(base, rate) : rate;
-        products[r] = base * rates[r];
-        if constexpr (config.based) {
-          const float rounding = fmaf(base, rates[r], -products[r]);
-          factors[r] =
-              exp2_approximate((maxima_[r] - base) * rates[r] + (rounding - roundings_[r]));
-          roundings_[r] = rounding;
-        } else {
-          factors[r] = exp2_approximate(fmaf(maxima_[r], rates[r], -products[r]));
-        }
+        bases[r] = maximum == -INFINITY ? 0 : maximum * (config.based ? 1 : rate);
+        factors[r] = weight(maxima_[r], r);
         maxima_[r] = maximum;
         totals_[r] *= factors[r];
       }
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        const int r = j >> 1 & 1;
-        scores[j] = exp2_approximate(fmaf(scores[j], rates[r], -products[r]));
-      }
+      for (int j = 0; j < kCount; ++j) scores[j] = weight(scores[j], j >> 1 & 1);
     }
 #pragma unroll
     for (int j = 0; j < kCount; ++j) totals_[j >> 1 & 1] += scores[j];
@@ -156,7 +143,7 @@ class RowSoftmax {
         float base = total == 0 ? 0 : maxima_[r] * (kScore ? Functions::kOuter : shape.scale);
         if constexpr (config.based) {
           bases[own] = base;
-          base = -roundings_[r] * kLn2;
+          base = 0;
         }
         logsumexp[own] = total == 0 ? -INFINITY : base + logf(total);
       }
@@ -168,15 +155,7 @@ class RowSoftmax {
   }
 
  private:
-  // Returns the rate of a row with this maximum. That of large scores is a power of two, since
-  // weights are one or none, and rounded products with another rate are far apart.
-  static float rate_of(float base, float rate) {
-    // It brings the maximum to between 2**29 and 2**30.
-    const uint32 exponent = __float_as_uint(base) & 0x7f800000;
-    return fabsf(base) < kLargestBase ? rate : __uint_as_float((283u << 23) - exponent);
-  }
-
-  float maxima_[2], totals_[2], roundings_[2];
+  float maxima_[2], totals_[2];
 };
 
 }  // namespace tilekern
