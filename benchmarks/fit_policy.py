@@ -32,11 +32,12 @@ from unittest import mock
 import jax
 import numpy as np
 
-import jax_tilekern as jtk
 from benchmarks.errors import BenchmarkError
+from benchmarks.measure import compiled
 from benchmarks.record import Record, command_text, read, write
-from benchmarks.rows import OPERATIONS, OURS, Row, jitted
-from benchmarks.sample import DrawnCall
+from benchmarks.row_programs import program_of
+from benchmarks.rows import OURS, Row, jitted
+from benchmarks.sample import DrawnCall, drawn_program
 from benchmarks.timing import wall_times
 from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.interop.gpu_target import gpu_target
@@ -191,23 +192,17 @@ def _timed_again(calls: Sequence[CallTimes], path: Path | None, minutes: float) 
 
 def _times_on_cpu(row: Row | DrawnCall) -> dict[str, float]:
     """Return the microseconds of XLA and, where there is a kernel, of the first candidate."""
+    program = program_of(row, "kernels") if isinstance(row, Row) else drawn_program(row, "kernels")
+    found = compiled(program.with_sides(lambda side: side == program.peer))
+    names = {_FIRST: "ours"} if _is_ours({"kernels": found.kernels["ours"]}) else {}
     with row.types_enabled():
-        if isinstance(row, Row):
-            operation = OPERATIONS[row.operation]
-            ours, xla = (jitted(row, side) for side in (OURS, operation.sides[operation.peer]()))
-            operands: Sequence[Any] = row.random_operands()
-        else:
-            ours, xla = map(jax.jit, (row.function(jtk), row.call.sides()["XLA"].function))
-            operands = jax.device_put(row.call.values(row.index))
-        with jtk.policy("kernels"):
-            choices = jtk.explain(ours, *operands)
-            sides = {_FIRST: ours} if all(x.kernel for x in choices) else {}
-            runs = {
-                name: functools.partial(side.lower(*operands).compile(), *operands)
-                for name, side in {**sides, XLA: xla}.items()
-            }
-        found = wall_times(runs, _AGAIN_SECONDS).medians()
-    return {side: round(1e6 * seconds, 3) for side, seconds in found.items()}
+        operands = jax.device_put(found.arguments)
+        runs = {
+            key: functools.partial(found.sides[side], *program.taken_by(side, operands))
+            for key, side in {**names, XLA: program.peer}.items()
+        }
+        times = wall_times(runs, _AGAIN_SECONDS).medians()
+    return {side: round(1e6 * seconds, 3) for side, seconds in times.items()}
 
 
 def _device(name: str) -> Device:

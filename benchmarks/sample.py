@@ -134,10 +134,11 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
     for index in range(arguments.count):
         for name in arguments.operations:
             drawn = DrawnCall(name, arguments.seed, index, device)
-            yield _program(drawn, arguments.policy, arguments.candidates)
+            yield drawn_program(drawn, arguments.policy, arguments.candidates)
 
 
-def _program(drawn: DrawnCall, policy: str, most: int) -> Program:
+def drawn_program(drawn: DrawnCall, policy: str, most: int = 0) -> Program:
+    """Return the program of a call, with a side for each of at most so many candidates."""
     ours, sides = drawn.function(jtk), drawn.call.sides()
     for key, choice in choices_of_candidates(drawn, most).items() if most else ():
         sides[key] = Side(ours, functools.partial(using, choice))
