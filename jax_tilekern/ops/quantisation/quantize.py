@@ -203,12 +203,9 @@ def _quantized(
         return y
 
     finite = jnp.isfinite(x)
-    in_one_pass = lowering_platform.value == "cpu" and _is_large(x)
-    others = 0 if dtype in FP8 else np.inf
-    magnitudes = _magnitudes(x, np.float32(others), signed=in_one_pass or not symmetric)
-    maxima = (_maxima_in_one_pass if in_one_pass else _maxima)(magnitudes, block)
-    has_nan = functools.reduce(jnp.maximum, maxima) == np.inf
-    above, below = (jnp.where(has_nan, np.float32(0), y) for y in (maxima[0], maxima[-1]))
+    above, below = _extrema(jnp.where(finite, x, 0 if dtype in FP8 else np.inf), block, symmetric)
+    has_nan = jnp.maximum(above, below) == np.inf
+    above, below = (jnp.where(has_nan, np.float32(0), y) for y in (above, below))
     largest = jnp.maximum(above, below)
     if symmetric:
         scales = largest * np.float32(1 / _MAX[dtype])
@@ -276,40 +273,31 @@ def scales_of_elements(scales: Array, axis: int, size: int, block: int = BLOCK) 
     return lax.slice_in_dim(elements, 0, size, axis=axis)
 
 
-def _is_large(x: Array) -> bool:
-    """Return whether a pass over an array takes longer than to begin one."""
-    return not isinstance(x.size, int) or x.size >= _LARGE
+def _extrema(x: Array, block: Block, symmetric: bool) -> list[Array]:
+    """Return the largest magnitudes of each block above and below zero.
 
-
-def _magnitudes(x: Array, others: Any, *, signed: bool) -> list[Array]:
-    """Return the magnitudes of finite numbers, and ``others`` for what is not finite.
-
-    They are those of all numbers; or, if ``signed``, of those above and of those below zero.
+    If ``symmetric``, both may be that of the whole block.
     """
-    magnitudes = jnp.where(jnp.isfinite(x), jnp.abs(x), others)
-    if not signed:
-        return [magnitudes]
-    zero, is_negative = np.float32(0), x < 0
-    return [
-        jnp.where(is_negative, zero, magnitudes),
-        jnp.where(is_negative, magnitudes, zero),
-    ]
+    is_large = not isinstance(x.size, int) or x.size >= _LARGE
+    if lowering_platform.value == "cpu" and is_large:
+        return _maxima_in_one_pass([jnp.maximum(y, 0) for y in (x, -x)], block)
+    if symmetric:
+        return [_reduced_blocks(jnp.max, jnp.abs(x), block)] * 2
+    extrema = _reduced_blocks(jnp.max, x, block), -_reduced_blocks(jnp.min, x, block)
+    return [jnp.maximum(y, 0) for y in extrema]
 
 
-def _maxima(arrays: Sequence[Array], block: Block) -> list[Array]:
-    """Return the largest number of each block of each array."""
-    rows, columns = block
-    return [_max_along(_max_along(x, x.ndim - 2, rows), x.ndim - 1, columns) for x in arrays]
-
-
-def _max_along(x: Array, axis: int, size: int | None) -> Array:
-    if size is None:
-        return jnp.max(x, axis, keepdims=True, initial=0)
-    return x if size == 1 else jnp.max(_split_along(x, axis, size), axis + 1)
+def _reduced_blocks(reduce: Callable[..., Array], x: Array, block: Block) -> Array:
+    for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
+        if size is None:
+            x = reduce(x, axis, keepdims=True, initial=0)
+        else:
+            x = reduce(_split_along(x, axis, size), axis + 1)
+    return x
 
 
 def _maxima_in_one_pass(arrays: Sequence[Array], block: Block) -> list[Array]:
-    """Return what :func:`_maxima` does, for which XLA has several passes on CPUs.
+    """Return the largest number of each block of each array, for which XLA has more passes on CPUs.
 
     They are passes over arrays that it writes first: one for each maximum, and for the padding.
     """
