@@ -512,6 +512,16 @@ def test_few_rows_are_updated_one_by_one(rng, dtype, columns):
         assert result.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_few_rows_are_reduced_one_by_one(rng, reduction, dtype):
+    rows = np.asarray(whole(rng, 60, 130, largest=2).astype(dtype))
+    ids = np.where(rng.random(60) < 0.1, 7, rng.integers(-3, 2000, 60))
+    found = getattr(jtk, f"segment_{reduction}")(rows, ids, 1990)
+    wanted = getattr(jax.ops, f"segment_{reduction}")(rows, ids, 1990)
+    np.testing.assert_array_equal(found, wanted, strict=True)
+
+
 @of_a_cpu
 @pytest.mark.defaults
 def test_updates_of_a_cpu_are_what_is_faster():
@@ -536,6 +546,9 @@ def test_updates_of_a_cpu_are_what_is_faster():
     assert added("float16", 50000, 16, 100)[0] == ["cpu_update_rows"]
     with jtk.policy("kernels"):
         assert added("float32", 50000, 16, 100)[0] == ["cpu_update_rows"]
+    ids, rows = jax.ShapeDtypeStruct((128,), np.int32), jax.ShapeDtypeStruct((128, 768), np.float16)
+    product = functools.partial(jtk.segment_prod, num_segments=990)
+    assert "cpu_update_rows float16" in kernels(product, rows, ids)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -578,6 +591,25 @@ def test_gpus_gather_few_rows_of_large_tables(dtype):
         assert reasons(500, 1000) == [False] * 3
         with jtk.policy("kernels"):
             assert reasons(200000, 1000) == [False] * 3
+
+
+@pytest.mark.defaults
+def test_gpus_add_in_place_unless_rows_are_unaligned():
+    def choices(columns):
+        table, updates = (jax.ShapeDtypeStruct((n, columns), np.float32) for n in (40000, 9000))
+        ids = jax.ShapeDtypeStruct((9000,), np.int32)
+        summed = functools.partial(jtk.segment_sum, num_segments=40000)
+        return [
+            jtk.explain(*call, platform="cuda")[-1].kernel
+            for call in ((jtk.scatter_add, table, ids, updates), (summed, updates, ids))
+        ]
+
+    with jtk.gpu_target("sm_90"):
+        assert choices(64) == [None, None]
+        # XLA adds numbers of unaligned rows one by one.
+        assert choices(1605) == ["segment_sum float32"] * 2
+        with jtk.policy("kernels"):
+            assert choices(64) == ["segment_sum float32"] * 2
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])

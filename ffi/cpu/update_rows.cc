@@ -1,11 +1,13 @@
-// The custom call jax_tilekern_cpu_update_rows: rows added to those of a table.
+// The custom call jax_tilekern_cpu_update_rows: rows combined with those of a table.
 //
 // Attributes:
 //   edges, rows, columns   each edge has a row of `columns` numbers, and the table has `rows` rows
-// Operands are the edges' rows, for each edge the int32 number of the table's row that it is added
-// to, where numbers out of bounds are of none, and the table, whose memory the result takes.
-// Without a table its rows are zeros. Complex numbers are pairs of columns. Floats of 16 bits are
-// added in float32, and a row is rounded once. The result does not depend on the number of threads.
+//   reduction              0 for sums, 1 products, 2 maxima, 3 minima
+// Operands are the edges' rows, for each edge the int32 number of the table's row that it is
+// combined with, where numbers out of bounds are of none, and the table, whose memory the result
+// takes. Without a table its rows are those of no edge.
+// Complex numbers are pairs of columns, and are only summed. Floats of 16 bits are combined in
+// float32, and a row is rounded once. The result does not depend on the number of threads.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -57,7 +59,7 @@ void ListEdges(const Table& t, int32_t* first, int32_t* next) {
   }
 }
 
-// Adds the edges of the row that `edge` is the first of.
+// Combines the row with its edges, of which `edge` is the first.
 void UpdateRow(const Table& t, int64_t edge, const int32_t* next, char* totals) {
   char* const row = t.Row(edge);
   if (t.narrow == nullptr) {
@@ -90,12 +92,37 @@ void Update(const Workers& workers, const Table& t) {
   });
 }
 
+// Sets the rows of the table to those of no edge.
+void FillRows(const Workers& workers, const Table& t) {
+  char* row = static_cast<char*>(Scratch(ScratchUse::kLhs, t.row_bytes));
+  if (t.narrow == nullptr) {
+    t.family->fill(row, t.columns);
+  } else {
+    char* totals = static_cast<char*>(Scratch(ScratchUse::kSums, t.total_bytes));
+    t.family->fill(totals, t.columns);
+    t.narrow(totals, t.columns, row);
+  }
+  workers.RunRanges(t.rows, t.row_bytes, [&](int64_t first, int64_t last) {
+    char* const begin = t.table + first * t.row_bytes;
+    const int64_t bytes = (last - first) * t.row_bytes;
+    std::memcpy(begin, row, t.row_bytes);
+    // What is copied again and again stays in the cache.
+    for (int64_t done = t.row_bytes; done < bytes;) {
+      const int64_t next = std::min(
+          {done, bytes - done, std::max<int64_t>(kTaskBytes / t.row_bytes, 1) * t.row_bytes});
+      std::memcpy(begin + done, begin, next);
+      done += next;
+    }
+  });
+}
+
 void RunCall(const Workers& workers, ffi::AnyBuffer updates, ffi::AnyBuffer keys,
              ffi::RemainingArgs table, ffi::AnyBuffer out, int64_t edges, int64_t rows,
-             int64_t columns) {
+             int64_t columns, int64_t reduction) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   if (edges < 1 || rows < 1 || columns < 1) Refuse("a size is not positive");
   if (edges > kMost || rows > kMost) Refuse("there are more than 2^31 - 1 edges or rows");
+  if (reduction < 0 || reduction >= kNumSegmentReductions) Refuse("there is no such reduction");
   if (TypeOf(keys) != DType::kS32) Refuse("numbers of rows are not of int32");
   const RealNumbers of_table = RealNumbersOf(out), of_updates = RealNumbersOf(updates);
   const DType type = of_table.type;
@@ -107,8 +134,8 @@ void RunCall(const Workers& workers, ffi::AnyBuffer updates, ffi::AnyBuffer keys
            std::to_string(of_updates.count) + " of updates and " +
            std::to_string(keys.element_count()) + " numbers of rows do not fit the sizes");
   }
-  const auto sum = static_cast<int>(SegmentReduction::kSum);
-  const SegmentFamily* family = Kernels().segments[sum][static_cast<int>(type)];
+  if (reduction != 0 && type != TypeOf(out)) Refuse("complex numbers are only summed");
+  const SegmentFamily* family = Kernels().segments[reduction][static_cast<int>(type)];
   if (family == nullptr) Refuse(std::string("no kernel for ") + Name(type));
   const Table t = {edges,
                    rows,
@@ -122,9 +149,7 @@ void RunCall(const Workers& workers, ffi::AnyBuffer updates, ffi::AnyBuffer keys
                    static_cast<char*>(out.untyped_data())};
   if (table.size() == 0) {
     AdviseNewResult(out);
-    workers.RunRanges(rows, t.row_bytes, [&](int64_t first, int64_t last) {
-      std::memset(t.table + first * t.row_bytes, 0, (last - first) * t.row_bytes);
-    });
+    FillRows(workers, t);
   } else {
     const auto given = table.get<ffi::AnyBuffer>(0);
     if (table.size() > 1 || !given.has_value() || given->untyped_data() != out.untyped_data()) {
@@ -136,9 +161,9 @@ void RunCall(const Workers& workers, ffi::AnyBuffer updates, ffi::AnyBuffer keys
 
 ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer updates, ffi::AnyBuffer keys,
                   ffi::RemainingArgs table, ffi::Result<ffi::AnyBuffer> out, int64_t edges,
-                  int64_t rows, int64_t columns) {
+                  int64_t rows, int64_t columns, int64_t reduction) {
   return Guarded("jax_tilekern_cpu_update_rows", [&] {
-    RunCall(WorkersOf(pool), updates, keys, table, *out, edges, rows, columns);
+    RunCall(WorkersOf(pool), updates, keys, table, *out, edges, rows, columns, reduction);
   });
 }
 
@@ -154,4 +179,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CpuUpdateRows, tilekern::cpu::Handle,
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<int64_t>("edges")
                                   .Attr<int64_t>("rows")
-                                  .Attr<int64_t>("columns"));
+                                  .Attr<int64_t>("columns")
+                                  .Attr<int64_t>("reduction"));

@@ -206,7 +206,8 @@ class Checks {
       if (has_table) problem.in_place = Elements(type, start);
       problem.attributes = {{"edges", Attribute::Number(edges)},
                             {"rows", Attribute::Number(rows)},
-                            {"columns", Attribute::Number(columns)}};
+                            {"columns", Attribute::Number(columns)},
+                            {"reduction", Attribute::Number(0)}};
       problem.name += ToText({edges, columns, rows, has_table});
       problem.expected = Elements(type, sums);
       Check(problem);

@@ -161,7 +161,8 @@ Call RandomCall(const Call& valid, std::mt19937& random) {
 
 // Updates of 40 rows of 5 numbers in a table of 6.
 struct UpdateCall {
-  std::map<std::string, int64_t> numbers = {{"edges", 40}, {"rows", 6}, {"columns", 5}};
+  std::map<std::string, int64_t> numbers = {
+      {"edges", 40}, {"rows", 6}, {"columns", 5}, {"reduction", 0}};
   XLA_FFI_DataType type = XLA_FFI_DataType_F32, key_type = XLA_FFI_DataType_S32;
   int tables = 1;
   bool is_in_place = true;
@@ -197,6 +198,7 @@ const RefusedUpdates kRefusedUpdates[] = {
     {"the most rows", [](UpdateCall& c) { c.numbers["rows"] = kMost; }},
     {"negative columns", [](UpdateCall& c) { c.numbers["columns"] = -5; }},
     {"the most columns", [](UpdateCall& c) { c.numbers["columns"] = kMost; }},
+    {"no such reduction", [](UpdateCall& c) { c.numbers["reduction"] = 4; }},
     {"a key too few", [](UpdateCall& c) { c.keys.pop_back(); }},
     {"keys of floats", [](UpdateCall& c) { c.key_type = XLA_FFI_DataType_F32; }},
     {"two tables", [](UpdateCall& c) { c.tables = 2; }},
@@ -218,6 +220,7 @@ void CheckHostileUpdates(Counts& counts) {
       key = static_cast<int32_t>(random() % 2 == 0 ? random() : random() % 8);
     }
     call.tables = i % 2;
+    call.numbers["reduction"] = random() % 4;
     counts.Check(Run(call).empty(), "updates: any keys: " + Run(call));
   }
 }

@@ -84,7 +84,7 @@ def on_cpus(
     problem = problem_of(avals, call.over_stored_values())
     if isinstance(problem, str):
         return Fallback(problem)
-    if call.function is None and on_cpu.updates_zeros(problem):
+    if call.function is None and on_cpu.updates_neutral_rows(problem):
         read = EdgeOperands.of([x.value for x in operands], call)
         return updated_rows(problem, *read.arrays, read.keys)
     why = on_cpu.why_slower(problem)
@@ -107,7 +107,7 @@ def on_cpus(
 
 
 def updated_rows(problem: SegmentReduction, updates: Any, keys: Any, *table: Any) -> PlannedKernel:
-    """Return the CPU's kernel that adds rows to those of a table, or to zeros without one."""
+    """Return a CPU's kernel that combines rows with those of a table, or of no edge."""
     target = ffi.CpuCall(ffi.CPU_UPDATE_ROWS, on_cpu.update_attributes(problem))
     return PlannedKernel(
         f"cpu_update_rows {problem.operands[0].dtype}",

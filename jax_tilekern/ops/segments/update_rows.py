@@ -21,7 +21,7 @@ from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.segments import on_cpu
 from jax_tilekern.plans.segments.problem import SegmentReduction
-from jax_tilekern.plans.segments.select import updates_few_rows
+from jax_tilekern.plans.segments.select import scatters_into_table, updates_few_rows
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -116,12 +116,13 @@ def _cuda(operands: Sequence[Operand], _: Any, *, batch: int) -> Outcome:
         gpu = current_gpu()
     except NoGpu as error:
         return Fallback(str(error))
-    few = None
-    if not isinstance(problem, str):
-        few = updates_few_rows(problem, gpu, has_table=True)
-    if few is None:
+    if isinstance(problem, str):
         return _totals(batch)
-    return Rewrite(FEW_ROWS, functools.partial(_add_few_rows, batch=batch), few)
+    if (scatter := scatters_into_table(problem, gpu)) is not None:
+        return Fallback("XLA's scatter adds rows to the table", scatter)
+    if (few := updates_few_rows(problem, gpu, has_table=True)) is not None:
+        return Rewrite(FEW_ROWS, functools.partial(_add_few_rows, batch=batch), few)
+    return _totals(batch)
 
 
 def _cpu(operands: Sequence[Operand], _: Any, *, batch: int) -> Outcome:

@@ -21,11 +21,13 @@ _SORT, _DIGIT, _MILLION_KEYS = 9.0, 9.0, 30.0
 # A million bins of a warp, whose rows it stores, and a million CTAs that scan edges.
 _MILLION_BINS, _MILLION_CTAS = 117.0, 1140.0
 # XLA's scatter: its launch, the time of a million memory sectors that rows of atomic additions
-# touch, of a million atomic operations that are no additions of float32, and of each atomic
-# operation on the same address. Operations of 8 and 16 bits, and products of floats, are loops of
-# compare-and-swap; floats of 16 bits are added in float32, and a pass rounds them.
+# touch, of a million numbers of wide rows that are unaligned to 16 bytes, of a million atomic
+# operations that are no additions of float32, and of each atomic operation on the same address.
+# Operations of 8 and 16 bits, and products of floats, are loops of compare-and-swap; floats of 16
+# bits are added in float32, and a pass rounds them.
 _SCATTER, _ROUNDING, _SECTOR_BYTES = 2.0, 2.0, 32
 _MILLION_SECTORS, _MILLION_ATOMICS, _MILLION_LOOPS = 11.0, 5.5, 17.0
+_MILLION_UNALIGNED, _WIDE_COLUMNS, _VECTOR_BYTES = 25.0, 32, 16
 _MILLION_PRODUCTS = {4: 15.0, 8: 100.0}
 _SAME_FLOAT, _SAME_INTEGER, _SAME_LOOP = 0.02, 0.1, 4.0
 # Few rows of floats of 16 bits: the launches, and the bytes that move for each number of an update.
@@ -66,12 +68,11 @@ def _microseconds_of(size: int, gpu: Gpu) -> float:
 def xla_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
     """Estimate the time of XLA's scatter for segments of equal length."""
     r = reduction
-    operations, rows = r.edges * r.columns / 1e6, r.edges / 1e6
+    operations = r.edges * r.columns / 1e6
     on_an_address = r.edges / (r.batch * r.segments)
     if r.value.itemsize < 4:
         return _SCATTER + max(operations * _MILLION_LOOPS, on_an_address * _SAME_LOOP)
-    sectors = rows * math.ceil(r.columns * r.value.itemsize / _SECTOR_BYTES)
-    time = sectors * _MILLION_SECTORS + _memory_microseconds(r, gpu)
+    time = _additions_microseconds(r) + _memory_microseconds(r, gpu)
     same = _SAME_FLOAT if r.value.kind == "f" else _SAME_INTEGER
     if (r.reduction, r.value.kind) == ("prod", "f"):
         time = max(time, operations * _MILLION_PRODUCTS[r.value.itemsize])
@@ -82,6 +83,20 @@ def xla_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
     if r.out_dtype != r.value:
         rounding = _ROUNDING + _microseconds_of(2 * r.results * r.value.itemsize, gpu)
     return _SCATTER + rounding + max(time, on_an_address * same)
+
+
+def _additions_microseconds(r: SegmentReduction) -> float:
+    """Return the time of atomic additions of float32 to distinct addresses."""
+    row_bytes, rows = r.columns * r.value.itemsize, r.edges / 1e6
+    if r.columns >= _WIDE_COLUMNS and row_bytes % _VECTOR_BYTES:
+        return rows * r.columns * _MILLION_UNALIGNED
+    return rows * math.ceil(row_bytes / _SECTOR_BYTES) * _MILLION_SECTORS
+
+
+def scatter_microseconds(updates: SegmentReduction, gpu: Gpu) -> float:
+    """Estimate the time of XLA's scatter into a copy of the table."""
+    r = updates
+    return xla_microseconds(r, gpu) + _microseconds_of(r.results * r.out_dtype.itemsize, gpu)
 
 
 def totals_microseconds(updates: SegmentReduction, reduced: float, gpu: Gpu) -> float:
@@ -100,5 +115,5 @@ def few_rows_microseconds(updates: SegmentReduction, gpu: Gpu, *, has_table: boo
     r = updates
     rows = r.batch * r.segments * 4
     table = (2 if has_table else 3) * r.results * r.out_dtype.itemsize
-    moved = rows + table + r.edges * r.columns * _UPDATED_BYTES
-    return _FEW_ROWS + _microseconds_of(moved, gpu)
+    moved = _microseconds_of(r.edges * r.columns * _UPDATED_BYTES, gpu)
+    return _FEW_ROWS + _microseconds_of(rows + table, gpu) + max(moved, _additions_microseconds(r))

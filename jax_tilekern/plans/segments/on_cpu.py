@@ -77,11 +77,13 @@ def updates_table(updates: SegmentReduction) -> bool:
     return updates.batch == 1 and _are_few(updates, _TOTAL_OF_TABLE)
 
 
-def updates_zeros(reduction: SegmentReduction) -> bool:
-    """Return whether sums are faster computed by updates of few rows of zeros."""
+def updates_neutral_rows(reduction: SegmentReduction) -> bool:
+    """Return whether results are faster computed by updates of few rows, which no edge has yet."""
     r = reduction
-    is_sum = r.reduction == "sum" and r.batch == 1 and r.operands[0].dtype == r.out_dtype
-    return is_sum and _are_few(r, _TOTAL)
+    # XLA reads and writes results of 16-bit floats as float32, and others that fit the cache fast.
+    is_slow = r.out_dtype != r.value or r.results * r.value.itemsize > _MOST_TOTALS
+    is_one_type = r.operands[0].dtype == r.out_dtype
+    return r.batch == 1 and is_one_type and is_slow and _are_few(r, _TOTAL)
 
 
 def _are_few(r: SegmentReduction, total: float) -> bool:
@@ -104,4 +106,9 @@ def why_scattered(updates: SegmentReduction) -> str | None:
 def update_attributes(reduction: SegmentReduction) -> dict[str, int]:
     """Return the attributes of ``jax_tilekern_cpu_update_rows``."""
     r = reduction
-    return {"edges": r.edges, "rows": r.segments, "columns": r.columns}
+    return {
+        "edges": r.edges,
+        "rows": r.segments,
+        "columns": r.columns,
+        "reduction": _REDUCTIONS.index(r.reduction),
+    }

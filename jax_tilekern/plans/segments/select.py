@@ -10,6 +10,7 @@ from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.segments.cost import (
     few_rows_microseconds,
     kernel_microseconds,
+    scatter_microseconds,
     totals_microseconds,
     xla_microseconds,
 )
@@ -63,6 +64,16 @@ def updates_few_rows(updates: SegmentReduction, gpu: Gpu, *, has_table: bool) ->
     else:
         others = min(predicted_microseconds(r, gpu))
     return PredictedUs(few, others) if few < others else None
+
+
+def scatters_into_table(updates: SegmentReduction, gpu: Gpu) -> PredictedUs | None:
+    """Return the times of a reduction and of XLA's scatter into a table, if the last is shorter."""
+    r = updates
+    if current_policy() == "kernels" or r.out_dtype != r.value:
+        return None
+    totals = totals_microseconds(r, min(predicted_microseconds(r, gpu)), gpu)
+    scatter = scatter_microseconds(r, gpu)
+    return PredictedUs(totals, scatter) if scatter < totals else None
 
 
 def _kernel(reduction: SegmentReduction, gpu: Gpu) -> SegmentKernel:
