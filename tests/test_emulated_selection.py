@@ -29,7 +29,7 @@ from jax_tilekern.plans.selection.tile import Tile
 from jax_tilekern.plans.selection.top_k import plan_top_k
 from jax_tilekern.plans.selection.top_k_problem import MAX_K, TopK
 from jax_tilekern.plans.selection.top_k_segments import plan_segments
-from jax_tilekern.plans.selection.top_k_tiles import levels_of
+from jax_tilekern.plans.selection.top_k_tiles import levels_of, plan_tiles
 
 pytestmark = [
     needs_emulator,
@@ -39,7 +39,7 @@ INTEGERS = tuple(
     np.dtype(x) for x in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 )
 ORDERED = (F64, F32, BF16, F16, *INTEGERS)
-KINDS = ("bits", "equal", "special")
+KINDS = ("bits", "equal", "special", "spread")
 
 
 def run(plan_of, operands, results, **how):
@@ -51,8 +51,10 @@ def run(plan_of, operands, results, **how):
 
 
 def elements(rng, kind, shape, dtype):
-    """Random elements, of which many are equal, all are, or some are special."""
-    if kind == "bits":
+    """Random elements, of which many are equal, all are, some are special, or few are equal."""
+    if kind == "spread" and dtype not in INTEGERS:
+        return rng.standard_normal(shape).astype(dtype)
+    if kind in ("bits", "spread"):
         words = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
         x = words.view(dtype)[..., 0]
         if dtype in INTEGERS:
@@ -106,9 +108,27 @@ def test_top_k(rng, number, rows, columns, k):
     assert_same_bits(found, (np.take_along_axis(x, order, 1), order))
 
 
+@pytest.mark.parametrize("kind", ["spread", "sorted", "equal"])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "columns", "k"),
+    [
+        (F32, 2, 8000, 64), (BF16, 1, 40_000, 20), (np.dtype(np.int32), 1, 20_000, 256),
+        (F64, 1, 20_000, 30), (F32, 1, 16_384, 380),
+    ],
+)  # fmt: skip
+def test_bounds_of_threads(rng, kind, dtype, rows, columns, k):
+    """Few elements of a tile reach the bound, or too many where all are equal."""
+    x = elements(rng, "spread" if kind == "sorted" else kind, (rows, columns), dtype)
+    x = np.sort(x) if kind == "sorted" else x
+    results = [((rows, k), dtype), ((rows, k), np.dtype(np.int32))]
+    found = run(lambda: plan_tiles(TopK(rows, columns, k, dtype), H100), [x], results)
+    order = np.asarray(lax.top_k(with_bits(x), k)[1])
+    assert_same_bits(found, (np.take_along_axis(x, order, 1), order))
+
+
 @pytest.mark.parametrize("dtype", ORDERED, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(4)
 def test_segments(rng, dtype, kind):
     """Where elements are equal, candidates are too many."""
     # All lanes of a warp have a segment, or 8.
@@ -153,6 +173,20 @@ def test_sort_rows(rng, number, rows, columns):
     x = elements(rng, kind, (rows, columns), dtype)
     problem = SortedRows(rows, columns, dtype, order, values, indices)
     check_sort(problem, lambda: plan_sort_rows(problem, H100), x, bool(rng.integers(2)))
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, np.dtype(np.int32)], ids=str)
+@pytest.mark.parametrize("columns", [700, 2048, 4001])
+def test_elements_that_are_spread(rng, dtype, columns):
+    """Rows of which few elements share a part of the range, zeros of both signs among them."""
+    x = elements(rng, "spread", (2, columns), dtype)
+    x[1, :: columns // 9] = 0
+    if dtype not in INTEGERS:
+        x[1, 5 :: columns // 9] = -0.0
+    x[0] = np.sort(x[0])
+    (order,) = drawn(rng, ("ascending", "reversed", "descending"))
+    problem = SortedRows(2, columns, dtype, order, True, True)
+    check_sort(problem, lambda: plan_sort_rows(problem, H100), x)
 
 
 def check_sort(problem, plan_of, x, backwards=False):

@@ -70,6 +70,15 @@ inline int __syncthreads_or(int vote) {
   __syncthreads();
   return votes;
 }
+inline int __syncthreads_count(int vote) {
+  int& votes = emulation::cta().votes;
+  __syncthreads();
+  votes = 0;
+  __syncthreads();
+  votes += vote != 0;
+  __syncthreads();
+  return votes;
+}
 inline void __syncwarp(unsigned = 0) { emulation::wait(emulation::cta().warps[emulation::warp()]); }
 inline void __threadfence() {}
 

@@ -149,7 +149,8 @@ __global__ void __launch_bounds__(kRowThreads)
     bits[i] = candidates[row * kMostFound + i];
     columns_of_bits[i] = columns[row * kMostFound + i];
   }
-  sort_found<kRowThreads>(FoundElements<Bits>{bits, columns_of_bits}, count);
+  const FoundElements<Bits, kMostFound> found{bits, columns_of_bits};
+  sort_found<kRowThreads>(found, count);
   for (uint32 i = thread; i < shape.k; i += kRowThreads) {
     const int64 to = static_cast<int64>(row) * shape.k + i;
     values[to] = element_of<T>(bits[i]);

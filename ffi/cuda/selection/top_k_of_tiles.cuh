@@ -1,11 +1,13 @@
 // The k largest elements of rows of any length, in the order of lax.top_k. A CTA has a tile of a
-// row in registers and finds the k largest of the tile: it counts one digit of the elements after
-// the other, most significant first, and keeps those that begin as the k-th does. Launches repeat
-// this for what the tiles before have found, until a tile has all that is left of a row; the last
-// launch sorts.
+// row in registers and finds the k largest of the tile. At least k elements reach the k-th of the
+// largest elements of its threads, and hardly more where large elements are anywhere in the tile;
+// these are sorted. Where they are too many, the CTA counts one digit of the elements after the
+// other, most significant first, and keeps those that begin as the k-th does. Launches repeat this
+// for what the tiles before have found, until a tile has all that is left of a row; the last launch
+// sorts.
 //
-// Tiles write what they find in the order of the columns. So a lower position is a lower column in
-// every launch, and equal elements need no other order.
+// Tiles write equal elements in the order of the columns. So a lower position is a lower column in
+// every launch, and they need no other order.
 #pragma once
 
 #include "ptx.cuh"
@@ -58,10 +60,10 @@ inline void for_each_found(const Bits (&own)[kItems], const Threshold<Bits>& at,
 }
 
 // Elements and their columns, in shared memory.
-template <typename Bits>
+template <typename Bits, uint32 kMost>
 struct FoundElements {
-  Bits (&bits)[kMostFound];
-  uint32 (&columns)[kMostFound];
+  Bits (&bits)[kMost];
+  uint32 (&columns)[kMost];
 
   bool comes_before(uint32 i, uint32 j) const {
     return bits[i] > bits[j] || (bits[i] == bits[j] && columns[i] < columns[j]);
@@ -76,10 +78,29 @@ struct FoundElements {
   }
 };
 
+// How many of the first `count` elements come before one of them. `lanes` adjacent threads, a power
+// of two up to 32, compare it with a part of them each. All threads of a warp call it.
+template <typename Bits, uint32 kMost>
+inline uint32 rank_found(const FoundElements<Bits, kMost>& found, uint32 count, uint32 number,
+                         uint32 part, uint32 lanes) {
+  uint32 rank = 0;
+  if (number < count) {
+    const Bits bits = found.bits[number];
+    const uint32 column = found.columns[number];
+#pragma unroll 8
+    for (uint32 i = part; i < count; i += lanes) {
+      const Bits other = found.bits[i];
+      rank += other > bits || (other == bits && found.columns[i] < column);
+    }
+  }
+  for (uint32 step = 1; step < lanes; step *= 2) rank += __shfl_xor_sync(~0u, rank, step);
+  return rank;
+}
+
 // Sorts the first `count` elements by Batcher's bitonic sort, the largest first. All threads of the
 // CTA call it.
-template <int kThreads, typename Bits>
-inline void sort_found(const FoundElements<Bits>& found, uint32 count) {
+template <int kThreads, typename Bits, uint32 kMost>
+inline void sort_found(const FoundElements<Bits, kMost>& found, uint32 count) {
   uint32 size = 1;
   while (size < count) size *= 2;
   for (uint32 i = count + threadIdx.x; i < size; i += kThreads) {
@@ -103,6 +124,27 @@ inline void sort_found(const FoundElements<Bits>& found, uint32 count) {
   }
   __syncthreads();
 }
+
+// A number, and how many threads reach it with theirs, which has kBits: at least `wanted`, and few
+// others where numbers differ. All threads of the CTA call it.
+template <typename Bits>
+struct ThreadBound {
+  Bits bits;
+  uint32 threads;
+};
+template <int kThreads, int kBits, typename Bits>
+inline ThreadBound<Bits> bound_of_threads(Bits most, uint32 wanted) {
+  ThreadBound<Bits> bound{0, kThreads};
+  for (int bit = kBits - 1; bit >= 0 && bound.threads > wanted + wanted / 4; --bit) {
+    const Bits next = bound.bits | Bits{1} << bit;
+    const uint32 count = __syncthreads_count(most >= next);
+    if (count >= wanted) bound = {next, count};
+  }
+  return bound;
+}
+
+// Where fewer threads would compare each element with the others, a sort is faster.
+inline constexpr uint32 kLeastRankLanes = 2;
 
 // kItems elements of a thread. With kFirst, x is a row, and otherwise what tiles have found of it,
 // with its columns. With kLast, a tile is all that is left of a row. With kIfMany, only rows are
@@ -129,31 +171,70 @@ __global__ void __launch_bounds__(kThreads, (sizeof(T) == 8 ? 512 : 1024) / kThr
     own[i] = position < count ? ordered_bits(x[start + position]) : 0;
   }
   const uint32 wanted = min_of(shape.k, count);
-  const auto at = find_threshold<8 * sizeof(T), kThreads, false>(own, wanted);
   const auto column_of = [&](int item) {
     const uint32 position = own_first + 32 * item;
     return kFirst ? static_cast<int32>(first + position) : columns[start + position];
   };
   const int64 to = static_cast<int64>(row) * shape.found + tile * shape.k;
-  if constexpr (kLast) {
-    __shared__ Bits bits[kMostFound];
-    __shared__ uint32 columns_of_bits[kMostFound];
-    const FoundElements<Bits> found{bits, columns_of_bits};
-    for_each_found<kThreads>(own, at, [&](uint32 place, int item) {
+  constexpr uint32 kMost = kLast ? kMostFound : 2 * kThreads;
+  __shared__ Bits bits[kMost];
+  __shared__ uint32 columns_of_bits[kMost];
+  const FoundElements<Bits, kMost> found{bits, columns_of_bits};
+  const auto write_found = [&](uint32 place, uint32 number) {
+    values[to + place] = element_of<T>(bits[number]);
+    columns_found[to + place] = static_cast<int32>(columns_of_bits[number]);
+  };
+  const auto write_sorted = [&](uint32 number) {
+    sort_found<kThreads>(found, number);
+    for (uint32 i = threadIdx.x; i < wanted; i += kThreads) write_found(i, i);
+  };
+  // Registers do not hold more elements beside.
+  constexpr bool kBounds = sizeof(T) * kItems <= 128;
+  if (kBounds && wanted <= kThreads * 3 / 4) {
+    __shared__ uint32 reaching;
+    if (threadIdx.x == 0) reaching = 0;
+    Bits most = own[0];
+#pragma unroll
+    for (int i = 1; i < kItems; ++i) most = max_of(most, own[i]);
+    __syncthreads();
+    const auto bound = bound_of_threads<kThreads, 8 * sizeof(T)>(most, wanted);
+    // Otherwise many elements are equal.
+    const bool are_few = bound.threads <= 2 * wanted + 32;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (!are_few || own[i] < bound.bits || own_first + 32 * i >= count) continue;
+      const uint32 place = atomicAdd(&reaching, 1u);
+      if (place >= kMost) continue;
+      bits[place] = own[i];
+      columns_of_bits[place] = static_cast<uint32>(column_of(i));
+    }
+    __syncthreads();
+    if (are_few && kLeastRankLanes * reaching <= kThreads) {
+      // As many lanes compare each element as there are threads.
+      uint32 lanes = 32;
+      while (lanes * reaching > kThreads) lanes /= 2;
+      const uint32 own_number = threadIdx.x / lanes, part = threadIdx.x % lanes;
+      const uint32 rank = rank_found(found, reaching, own_number, part, lanes);
+      if (own_number < reaching && part == 0 && rank < wanted) write_found(rank, own_number);
+      return;
+    }
+    if (are_few && reaching <= kMost) {
+      write_sorted(reaching);
+      return;
+    }
+    __syncthreads();
+  }
+  const auto at = find_threshold<8 * sizeof(T), kThreads, false>(own, wanted);
+  for_each_found<kThreads>(own, at, [&](uint32 place, int item) {
+    if constexpr (kLast) {
       bits[place] = own[item];
       columns_of_bits[place] = static_cast<uint32>(column_of(item));
-    });
-    sort_found<kThreads>(found, wanted);
-    for (uint32 i = threadIdx.x; i < wanted; i += kThreads) {
-      values[to + i] = element_of<T>(bits[i]);
-      columns_found[to + i] = static_cast<int32>(columns_of_bits[i]);
-    }
-  } else {
-    for_each_found<kThreads>(own, at, [&](uint32 place, int item) {
+    } else {
       values[to + place] = element_of<T>(own[item]);
       columns_found[to + place] = column_of(item);
-    });
-  }
+    }
+  });
+  if constexpr (kLast) write_sorted(wanted);
 }
 
 }  // namespace tilekern

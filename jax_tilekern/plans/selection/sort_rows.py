@@ -28,6 +28,8 @@ _TILES = (
 _MAX_THREAD_BYTES = 128
 # Bytes of a warp's counts of a digit, and of a column in shared memory.
 _COUNT_BYTES, _SHARED_COLUMN_BYTES = 4, 2
+# Bytes of the part of a range, in which elements of 64 bits are.
+_PART_BYTES = 2
 _STATIC_SHARED_BYTES = 128
 # Fitted to times on an H200: cycles of an SM for an element of each lane of a warp in a pass, and
 # for the counts of a pass.
@@ -52,10 +54,11 @@ class SortRowsCandidate(CostedCandidate):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: counts of digits, and a row with its columns."""
+        """Dynamic shared memory: a row with its columns, and counts of digits or parts."""
         of_column = self.problem.dtype.itemsize + self.problem.indices * _SHARED_COLUMN_BYTES
         counts = self.tile.threads // WARP * _COUNT_BYTES << DIGIT_BITS
-        return counts + self.tile.columns * of_column
+        parts = self.tile.columns * _PART_BYTES if self.problem.dtype.itemsize == 8 else 0
+        return self.tile.columns * of_column + max(counts, parts)
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         problem, tile = self.problem, self.tile

@@ -20,6 +20,8 @@ _COLUMN_BYTES = 4
 # Tiles of a row that several CTAs share, and how many elements they have for each that they find.
 _SHARED_TILES = COUNTED_TILES[2:]
 _REDUCTION = 16
+# Tiles of what tiles of a row have found, whose threads have few elements.
+_LAST_TILES = Tile(256, 1), Tile(512, 1), Tile(512, 2), Tile(512, 4)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def levels_of(problem: TopK, gpu: Gpu) -> list[Level]:
         length = math.ceil(columns / math.ceil(columns / tile.columns))
         levels.append(Level(columns, k, tile, math.ceil(columns / length), length))
         columns = levels[-1].found
-    tile = smallest_tile(COUNTED_TILES, columns)
+    tile = smallest_tile((*_LAST_TILES, *COUNTED_TILES) if levels else COUNTED_TILES, columns)
     assert tile is not None
     return [*levels, Level(columns, k, tile, 1, columns)]
 
