@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 
 import emulated_gpu
 import emulated_plans
@@ -318,19 +317,12 @@ def test_large_products_overlap(two, policy):
         assert "XLA" not in call.reason
         return call.reason.partition("; ")[2]
 
-    # Other parts are not timed.
-    usual = {
-        jtk.all_gather_matmul: "rows gathered over x in 1 part meanwhile",
-        jtk.matmul_reduce_scatter: "terms scattered over x in 2 parts meanwhile",
-    }
-    for function, specs, *shape in (
-        (jtk.all_gather_matmul, GATHER, 16384, 4096, 4096),
-        (jtk.all_gather_matmul, GATHER, 4096, 4096, 14336),
-        (jtk.matmul_reduce_scatter, SCATTER, 16384, 4096, 4096),
-        (jtk.matmul_reduce_scatter, SCATTER, 4096, 14336, 4096),
-    ):
-        found = reason(function, specs, *shape)
-        assert found == usual[function] if policy == "auto" else found.endswith("meanwhile")
+    gathered = "rows gathered over x in {} meanwhile".format
+    assert reason(jtk.all_gather_matmul, GATHER, 16384, 4096, 4096) == gathered("1 part")
+    assert reason(jtk.all_gather_matmul, GATHER, 4096, 4096, 14336) == gathered("1 part")
+    scattered = "terms scattered over x in 2 parts meanwhile"
+    for shape in ((16384, 4096, 4096), (4096, 14336, 4096)):
+        assert reason(jtk.matmul_reduce_scatter, SCATTER, *shape) == scattered
 
 
 @needs_nvrtc
@@ -541,7 +533,7 @@ def plans(two):
     with emulated_plans.record() as recorded:
         planned_kernel._plan_once.cache_clear()
 
-        def plan(function, specs, shapes, parts=2):
+        def plan(function, specs, shapes):
             found, launch = [], ffi.cuda_launch
 
             def spy(ctx, values, plan, **kwargs):
@@ -549,7 +541,7 @@ def plans(two):
                 return launch(ctx, values, plan, **kwargs)
 
             args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-            with pytest.MonkeyPatch.context() as patched, overlap.in_parts(parts):
+            with pytest.MonkeyPatch.context() as patched, overlap.in_parts(2):
                 patched.setattr(ffi, "cuda_launch", spy)
                 with jtk.gpu_target(emulated_gpu.SMALL_H100), jtk.policy("kernels"):
                     jitted = jax.jit(over(two, function, specs))
@@ -583,12 +575,9 @@ def run_launches(plan, recorded, group, buffers, out):
 @pytest.mark.parametrize("parts", [(64, 64), (32, 96)], ids=str)
 def test_emulated_gather(plans, rng, monkeypatch, parts):
     plan, recorded = plans
-    monkeypatch.setattr(overlap, "rows_of_parts", lambda *_, **__: parts)
-    monkeypatch.setattr(overlap, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(overlap, "_LEAST_HIDDEN", 0)
+    monkeypatch.setattr(overlap, "_divided", lambda *_: parts)
     x, w = (rng.integers(-1, 2, s).astype(BFLOAT16) for s in ((256, 64), (64, 128)))
-    asked = 2 if len({*parts}) == 1 else None
-    found = plan(jtk.all_gather_matmul, GATHER, (x.shape, w.shape), asked)
+    found = plan(jtk.all_gather_matmul, GATHER, (x.shape, w.shape))
     exchange = found.exchange
     assert exchange.rows == parts
     for column in range(2):
@@ -608,9 +597,7 @@ def test_emulated_gather(plans, rng, monkeypatch, parts):
 @pytest.mark.parametrize("is_sum", [False, True], ids=["product", "sum"])
 def test_emulated_scatter(plans, rng, monkeypatch, rows, is_sum):
     plan, recorded = plans
-    monkeypatch.setattr(overlap, "rows_of_parts", lambda *_, **__: rows)
-    monkeypatch.setattr(overlap, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(overlap, "_LEAST_HIDDEN", 0)
+    monkeypatch.setattr(overlap, "_divided", lambda *_: rows)
     x, w = (rng.integers(-1, 2, s).astype(BFLOAT16) for s in ((256, 128), (128, 64)))
     # A device has a term of its own of all rows.
     added = rng.integers(-1, 2, (2, 256, 64)).astype(BFLOAT16)
@@ -622,8 +609,7 @@ def test_emulated_scatter(plans, rng, monkeypatch, rows, is_sum):
         term = jnp.broadcast_to(w[0], (256, 64))
         return overlapped._scattered_sum(x, w, term, axis=overlap.MeshAxis(axis, 2, 1), **params)
 
-    parts = 2 if len({*rows}) == 1 else None
-    found = plan(scattered, SCATTER, (x.shape, w.shape), parts)
+    found = plan(scattered, SCATTER, (x.shape, w.shape))
     exchange = found.exchange
     assert exchange.rows == rows
     assert len(exchange.ends) == 4
@@ -655,50 +641,61 @@ def test_emulated_scatter(plans, rng, monkeypatch, rows, is_sum):
         np.testing.assert_array_equal(got, wanted[begin : begin + rows[part]])
 
 
-def test_parts_whose_rows_fill_waves():
-    """A scatter is divided where few SMs idle."""
+@needs_nvrtc
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_parts_of_what_takes_the_link_long(two, name):
+    """The more parts there are, the less is computed while nothing is sent; none has few bytes."""
 
-    def in_waves(rows):
-        return 100.0 * math.ceil(rows / 128 * 20 / 132)
+    function, _, _ = FUNCTIONS[name]
+    gathers = name == "gathered"
+    specs, usual = (GATHER, "in 1 part") if gathers else (SCATTER, "in 2 parts")
 
-    # Half of 4096 rows has 320 tiles, three waves; 13 and 19 of 32 rows of tiles have five waves.
-    predicted = {"first_us": in_waves, "then_us": in_waves}
-    rows = overlap.rows_of_parts([2048] * 2, 40 << 20, scatters=True, **predicted)
-    assert len(rows) == 2
-    assert sum(rows) == 4096
-    assert sum(map(in_waves, rows)) == 500
+    def parts(m, k, n):
+        (call,) = explained(two, function, specs, m, *((k, n) if gathers else (n, k)))
+        return call.reason.partition(" over x ")[2]
+
+    assert parts(32768, 8192, 2048) == "in 8 parts meanwhile"
+    assert parts(4096, 8192, 1024) == "in 4 parts meanwhile"
+    assert parts(32768, 8192, 8192) == f"{usual} meanwhile"
 
 
-@pytest.mark.parametrize("scatters", [False, True])
-def test_parts_of_what_takes_the_link_long(scatters):
-    """The more parts there are, the less is computed while nothing is sent, and the reverse."""
+def test_parts_that_rows_do_not_divide_into():
+    assert overlap._divided(1024, 4) == [256] * 4
+    assert overlap._divided(640, 2) == [320] * 2
+    assert overlap._divided(640, 3) == [128, 256, 256]
+    assert overlap._divided(10, 4) == [2, 3, 2, 3]
+    axis = overlap.MeshAxis("x", 2, 1)
+    sizes = {"sent": 0, "flops": 1.0, "dtype": np.dtype(np.float32)}
 
-    def divided(sent, us):
-        usual = [4096, 4096] if scatters else [8192]
-        predicted = {"first_us": us, "then_us": us}
-        return [*overlap.rows_of_parts(usual, sent, scatters=scatters, **predicted)]
+    def parts(rows, columns, count):
+        size = 4 * rows * columns
+        with overlap.in_parts(count):
+            return overlap.parts_of_rows(
+                scatters=True, axis=axis, rows=rows, lhs=2 * size, out=size, **sizes
+            )
 
-    def proportional(rows):
-        return rows / 10
-
-    assert divided(1 << 30, proportional) == [1024] * 8
-    parts = divided(30 << 20, lambda rows: rows / 1e6)
-    assert len(parts) > 1
-    assert min(parts) * (30 << 20) // 8192 >= 8 << 20
-    assert len(divided(15 << 20, proportional)) == 1 + scatters
-    # Where nothing is predicted, the parts are those that are timed.
-    assert len(divided(1 << 30, lambda _: math.inf)) == 1 + scatters
+    assert parts(10, 32, 4) == (2, 3, 2, 3)
+    # Parts begin at multiples of 128 bytes.
+    assert parts(8, 16, 3) == (4, 4)
+    assert parts(8, 4, 3) == (8,)
+    assert "no multiples of 128 bytes" in parts(7, 4, 3)
+    assert "no multiples of 128 bytes" in parts(0, 32, 3)
 
 
 @needs_nvrtc
-def test_parts_of_both_kernels_have_one_tile(two):
-    """Equal parts have three waves of one, and their terms are added in smaller tiles."""
-    with overlap.in_parts(None):
-        (call,) = explained(
-            two, jtk.matmul_reduce_scatter, SCATTER, 8192, 13824, 5120, policy="kernels"
-        )
-    assert call.reason.startswith("128x256")
-    assert "in 2 parts of 1664, 2432 rows" in call.reason
+def test_kernels_that_are_asked_for_have_their_registers():
+    """Tiles that hold an epilogue may be slower than XLA, where the fastest ones spill."""
+    x, w, y = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((1792, 6912), (5120, 6912), (1792, 5120))
+    )
+
+    def product(x, w, y):
+        return jtk.matmul(x, w.T, epilogue=lambda p, y: p + y, operands=(y,))
+
+    with jtk.gpu_target("H100"), jtk.policy("kernels"):
+        (call,) = jtk.explain(product, x, w, y, platform="cuda")
+    assert call.kernel is not None
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="tests/test_sharded_gpus.py has it")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,8 +42,8 @@ _MOST_DEVICES = 2
 _LEAST_BYTES = 16 << 20
 # Copies and tensor maps begin at multiples of this many bytes.
 _ALIGNMENT = 128
-# Rows are divided between tiles of so many. Parts of fewer bytes lose what they hide
-# (docs/tuning-log.md).
+# Rows are divided between tiles of so many, and parts of fewer bytes lose what they hide. Two
+# devices were timed with so many parts.
 _TILE_ROWS = 128
 _LEAST_PART_BYTES = 8 << 20
 _MOST_PARTS = 8
@@ -84,8 +83,8 @@ def parts_of_rows(
     out: int,
     flops: float,
     dtype: np.dtype[Any],
-) -> int | str:
-    """Return in how many parts a device's rows are sent, or why a collective sends them.
+) -> tuple[int, ...] | str:
+    """Return the rows of the parts that a device sends, or why a collective sends them.
 
     A device has ``rows`` of its shard, or of the result that it owns where terms are scattered, and
     its product takes ``flops``. It sends ``sent`` bytes to each other device; ``lhs`` and ``out``
@@ -94,13 +93,18 @@ def parts_of_rows(
     asked = current_parts()
     if asked == 0:
         return "a collective is asked for"
-    # More parts have fewer tiles each. A gather hides its copies behind the own rows' product, and
-    # a scatter to several devices hides each term behind the next one's.
-    parts = asked or (2 if scatters and axis.size == 2 else 1)
-    while parts > 1 and rows % parts:
-        parts -= 1
-    lhs_parts, out_parts = (axis.size * parts, parts) if scatters else (parts, axis.size * parts)
-    if rows == 0 or lhs % (lhs_parts * _ALIGNMENT) or out % (out_parts * _ALIGNMENT):
+    product = flops * dtype.itemsize / 2 / _FLOPS
+    link = sent * (axis.size - 1) / _LINK_BYTES
+    shards = axis.size if scatters else 1
+    bytes_of_rows = [lhs // shards, out * shards // axis.size]
+    most = min(rows, asked or _parts_of(scatters, axis, sent, link > product))
+    divided = (
+        tuple(parts)
+        for parts in (_divided(rows, count) for count in range(most, 0, -1))
+        if not any(size // rows * part % _ALIGNMENT for part in parts for size in bytes_of_rows)
+    )
+    parts = next(divided, None)
+    if parts is None:
         return f"parts of the rows are no multiples of {_ALIGNMENT} bytes"
     if asked:
         return parts
@@ -110,54 +114,31 @@ def parts_of_rows(
             return f'{why} (jax_tilekern.policy("kernels") takes an overlapped product)'
     if sent < _LEAST_BYTES:
         return f"{sent / 2**20:.3g} MiB are too few to overlap with a product"
-    product = flops * dtype.itemsize / 2 / _FLOPS
-    link = sent * (axis.size - 1) / _LINK_BYTES
-    hidden = product + link - max(product, link + product / (axis.size * parts))
+    hidden = product + link - max(product, link + product / (axis.size * len(parts)))
     if hidden < _LEAST_HIDDEN * (product + link):
         return f"overlapping is predicted to hide {hidden:.3g} of {product + link:.4g} us"
     return parts
 
 
-def rows_of_parts(
-    usual: Sequence[int],
-    sent: int,
-    *,
-    scatters: bool,
-    first_us: Callable[[int], float],
-    then_us: Callable[[int], float],
-) -> Sequence[int]:
-    """Return the rows of the parts in which two devices are predicted to end first.
+def _parts_of(scatters: bool, axis: MeshAxis, sent: int, takes_link: bool) -> int:
+    """Return the number of parts. More parts have fewer tiles each.
 
-    ``usual`` are those of the parts that are measured. First a device computes products of so many
-    rows by itself, then those whose kernels need what the other device sends: ``first_us`` and
-    ``then_us`` predict their microseconds. A scatter sends what is computed first.
+    A gather hides its copies behind the own rows' product, and a scatter to several devices hides
+    each term behind the next one's. Where copies take longer than the product, these hide all of it
+    but the part before the first one, or behind the last one.
     """
-    rows = sum(usual)
-    link_us = sent / _LINK_BYTES / rows
+    if axis.size != 2:
+        return 1
+    usual = 2 if scatters else 1
+    return max(usual, min(_MOST_PARTS, sent // _LEAST_PART_BYTES)) if takes_link else usual
 
-    def end(parts: Sequence[int]) -> float:
-        now, arrived, arrivals = 0.0, 0.0, []
-        for part in parts:
-            now += first_us(part)
-            arrived = max(arrived, now if scatters else 0.0) + link_us * part
-            arrivals.append(arrived)
-        for part, arrived in zip(parts, arrivals, strict=True):
-            now = max(now, arrived) + then_us(part)
-        return now
 
-    tiles, remainder = divmod(rows, _TILE_ROWS)
-    most = min(_MOST_PARTS, tiles, sent // _LEAST_PART_BYTES)
-    if remainder or most < 2:
-        return usual
-    bounds = [[i * tiles // count for i in range(count + 1)] for count in range(1, most + 1)]
-    # Kernels have waves of tiles, and the last wave of a part may be small. So equal parts are
-    # seldom the fastest.
-    least = math.ceil(tiles * _LEAST_PART_BYTES / sent)
-    bounds += [[0, first, tiles] for first in range(least, tiles - least + 1)]
-    others = (
-        [_TILE_ROWS * (last - first) for first, last in itertools.pairwise(x)] for x in bounds
-    )
-    return min([usual, *others], key=end)
+def _divided(rows: int, parts: int) -> list[int]:
+    """Return the rows of parts that differ least, which are whole tiles where the rows are."""
+    in_tiles = rows % parts > 0 and rows % _TILE_ROWS == 0 and rows >= _TILE_ROWS * parts
+    unit = _TILE_ROWS if in_tiles else 1
+    bounds = [i * (rows // unit) // parts * unit for i in range(parts + 1)]
+    return [last - first for first, last in itertools.pairwise(bounds)]
 
 
 def _not_measured(axis: MeshAxis, dtype: np.dtype[Any]) -> str:

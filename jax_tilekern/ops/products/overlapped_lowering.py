@@ -24,9 +24,6 @@ from jax_tilekern.ops.products.fused_lowering import fused_kernel
 from jax_tilekern.plans import overlap
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.select import kernel_us
-from jax_tilekern.plans.gpu import why_no_gpu
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.overlap import MeshAxis
 from jax_tilekern.plans.policy import policy
@@ -45,8 +42,8 @@ def _part(x: Any, rows: int) -> Operand:
 
 def exchange_parts(
     x: Any, w: Any, out: Any, axis: MeshAxis, contraction: Contraction, *, scatters: bool
-) -> int | str:
-    """Return in how many parts a device's rows are sent, or why they are not overlapped."""
+) -> tuple[int, ...] | str:
+    """Return the rows of the parts that a device sends, or why they are not overlapped."""
     sent = out if scatters else x
     sizes = _sizes(x, w, contraction)
     found = overlap.parts_of_rows(
@@ -97,10 +94,9 @@ def _gathered_kernel(
 ) -> PlannedKernel | str:
     x, w = operands
     out = result_type(x.aval, w.aval, axis.size, params["contraction"], params["out_dtype"])
-    count = exchange_parts(x.aval, w.aval, out, axis, params["contraction"], scatters=False)
-    if isinstance(count, str):
-        return count
-    rows = _rows_of_parts(x.aval, w, x.aval, count, axis, scatters=False, **params)
+    rows = exchange_parts(x.aval, w.aval, out, axis, params["contraction"], scatters=False)
+    if isinstance(rows, str):
+        return rows
     found = _parts(operands, rows, [], **params)
     if isinstance(found, str):
         return found
@@ -119,10 +115,9 @@ def scattered_kernel(
     """
     x, w, *addends = operands
     out = result_type(x.aval, w.aval, 1 / axis.size, params["contraction"], params["out_dtype"])
-    count = exchange_parts(x.aval, w.aval, out, axis, params["contraction"], scatters=True)
-    if isinstance(count, str):
-        return count
-    rows = _rows_of_parts(x.aval, w, out, count, axis, scatters=True, **params)
+    rows = exchange_parts(x.aval, w.aval, out, axis, params["contraction"], scatters=True)
+    if isinstance(rows, str):
+        return rows
     found = _parts(operands, rows, [out] * (axis.size - 1), **params)
     if isinstance(found, str):
         return found
@@ -168,38 +163,6 @@ def _parts(
             name = name or kernel.name
         parts.append(overlap.Part(count, plans, reads))
     return _Parts(name, parts, arrays)
-
-
-# Accumulators of a thread beside which an epilogue that adds terms has its registers.
-_MOST_ACCUMULATORS = 128
-
-
-def _rows_of_parts(
-    x: Any, w: Operand, sent: Any, count: int, axis: MeshAxis, *, scatters: bool, **params: Any
-) -> Sequence[int]:
-    """Return the rows of each part of a device's rows, of which ``sent`` is what it sends."""
-    usual = [sent.shape[0] // count] * count
-    # Other parts than these are not timed.
-    is_usual = axis.size != 2 or overlap.current_parts() or not overlap.is_asked_for()
-    if is_usual or why_no_gpu() is not None:
-        return usual
-
-    @functools.cache
-    def product(rows: int) -> Product | None:
-        problem = state_problem(contract, CUDA, [_part(x, rows), w], **params)
-        return problem.product if isinstance(problem, LoweredProduct) else None
-
-    def first_us(rows: int) -> float:
-        stated = product(rows)
-        return kernel_us(stated) if stated else math.inf
-
-    def then_us(rows: int) -> float:
-        stated = product(rows)
-        return kernel_us(stated, _MOST_ACCUMULATORS if scatters else None) if stated else math.inf
-
-    return overlap.rows_of_parts(
-        usual, _bytes(sent), scatters=scatters, first_us=first_us, then_us=then_us
-    )
 
 
 def _sum(accumulator: Array, *terms: Array) -> Array:

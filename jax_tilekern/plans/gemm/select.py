@@ -9,7 +9,6 @@ Where a product was tuned, the measured choice of ``plans/tuned.py`` replaces th
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 
@@ -28,7 +27,7 @@ from jax_tilekern.plans.gemm.sm90.candidates import WGMMA, wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
 from jax_tilekern.plans.gemm.small.candidates import SMALL
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidate
-from jax_tilekern.plans.gpu import Gpu, current_gpu
+from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
@@ -103,32 +102,6 @@ def workload_of(product: Product, found: Sequence[CostedCandidate]) -> Workload:
     work = product_workload(product)
     is_reduction = isinstance(found[0], ReductionCandidate)
     return dataclasses.replace(work, operation="vector product") if is_reduction else work
-
-
-def kernel_us(product: Product, most_accumulators: int | None = None) -> float:
-    """Return the predicted microseconds of the best kernel, infinity if there is none.
-
-    ``most_accumulators`` are those of a thread beside an epilogue.
-    """
-    return _kernel_us(product, most_accumulators, current_gpu())
-
-
-@functools.lru_cache(maxsize=4096)
-def _kernel_us(product: Product, most_accumulators: int | None, gpu: Gpu) -> float:
-    found = candidates(product, gpu)
-    if isinstance(found, NoKernel):
-        return math.inf
-    times = predicted_times(workload_of(product, found), found, gpu)
-    rate = gpu.rates.cycles_per_microsecond
-    predicted = [x.cycles / rate for x in found] if times is None else times.ours
-    return min(
-        (
-            float(us)
-            for x, us in zip(found, predicted, strict=True)
-            if most_accumulators is None or x.accumulators <= most_accumulators
-        ),
-        default=math.inf,
-    )
 
 
 def _plan_fused(
