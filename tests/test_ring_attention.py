@@ -48,6 +48,10 @@ def gradient(f, operands=(0, 1, 2)):
     return jax.grad(loss, operands)
 
 
+def value_and_gradient(f):
+    return jax.jit(lambda *xs: (f(*xs), gradient(f)(*xs)))
+
+
 def assert_near(got, wanted, share):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         y = np.asarray(y, np.float64)
@@ -87,8 +91,7 @@ def test_values_and_gradients(name, size):
         xs = [jnp.asarray(x) for x in ARRAYS]
         f = ring(size, **options)
         expected = functools.partial(ORACLES.attention, **options)
-        assert_near(jax.jit(f)(*xs), expected(*xs), 1e-12)
-        assert_near(jax.jit(gradient(f))(*xs), gradient(expected)(*xs), 1e-12)
+        assert_near(value_and_gradient(f)(*xs), value_and_gradient(expected)(*xs), 1e-12)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -110,7 +113,7 @@ def test_gradients_by_arrays_that_a_score_reads(check_vma):
     with jax.enable_x64(True):
         xs = [jnp.asarray(x) for x in (*ARRAYS, SLOPES, DOCUMENTS)]
         expected = functools.partial(with_slopes, ORACLES.attention)
-        wanted = gradient(expected, (0, 1, 2, 3))(*xs)
+        wanted = jax.jit(gradient(expected, (0, 1, 2, 3)))(*xs)
         assert_near(jax.jit(gradient(f, (0, 1, 2, 3)))(*xs), wanted, 1e-12)
         program = str(jax.make_jaxpr(gradient(f))(*xs))
         assert "wanted=(0, 1, 2)" in program
@@ -123,20 +126,20 @@ def test_other_lengths_types_and_ranks():
         xs = [jnp.asarray(x[0]) for x in ARRAYS]
         xs[0] = xs[0][:16]
         f = ring(8, P("s"), is_causal=True, return_residual=True)
-        found = jax.jit(lambda *xs: (f(*xs), gradient(f)(*xs)))(*xs)
+        found = value_and_gradient(f)(*xs)
         whole = [x[None] for x in xs]
         expected = functools.partial(ORACLES.attention, is_causal=True, return_residual=True)
-        wanted = expected(*whole), gradient(expected)(*whole)
+        wanted = value_and_gradient(expected)(*whole)
         assert_near(found, jax.tree.map(lambda x: x[0], wanted), 1e-12)
     empty = [jnp.zeros((0, 16, 2, 4)), jnp.zeros((0, 16, 2, 4)), jnp.zeros((0, 16, 2, 5))]
     assert ring(8)(*empty).shape == (0, 16, 2, 5)
     halves = [jnp.asarray(x, BF16) for x in ARRAYS]
     f, expected = ring(8, is_causal=True), functools.partial(ORACLES.attention, is_causal=True)
-    assert f(*halves).dtype == BF16
     # Parts, weights, the merged result and cotangents are rounded to 8 bits.
     exact = [jnp.asarray(x, np.float32) for x in halves]
-    found = jax.jit(lambda *xs: (f(*xs), gradient(f)(*xs)))(*halves)
-    assert_near(found, (expected(*exact), gradient(expected)(*exact)), 8 * 2.0**-9)
+    found = value_and_gradient(f)(*halves)
+    assert found[0].dtype == BF16
+    assert_near(found, value_and_gradient(expected)(*exact), 8 * 2.0**-9)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
@@ -147,12 +150,12 @@ def test_transformations(kind):
         xs = [jnp.asarray(x) for x in ARRAYS]
         split = [put(jax.sharding.get_mesh(), x, SEQUENCE) for x in xs]
         second, wanted = (gradient(gradient(g)) for g in (f, expected))
-        assert_near(jax.jit(second)(*split), wanted(*xs), 1e-11)
+        assert_near(jax.jit(second)(*split), jax.jit(wanted)(*xs), 1e-11)
         several = [jnp.stack([x, 2 * x]) for x in xs]
         several_split = [jnp.stack([x, 2 * x]) for x in split]
         assert_near(
             jax.jit(jax.vmap(gradient(f)))(*several_split),
-            jax.vmap(gradient(expected))(*several),
+            jax.jit(jax.vmap(gradient(expected)))(*several),
             1e-12,
         )
         with pytest.raises(TypeError, match="forward-mode"):
@@ -169,7 +172,7 @@ def test_other_axes_share_the_batch():
     expected = functools.partial(ORACLES.attention, local_window_size=(20, 0))
     with jax.enable_x64(True):
         xs = [jnp.asarray(x) for x in ARRAYS]
-        assert_near(jax.jit(gradient(f))(*xs), gradient(expected)(*xs), 1e-12)
+        assert_near(jax.jit(gradient(f))(*xs), jax.jit(gradient(expected))(*xs), 1e-12)
 
 
 # Communication and memory.
@@ -189,18 +192,23 @@ AROUND = {
 }
 
 
+@functools.cache
+def gradient_of_part(around, size):
+    return compiled(size, gradient(ring(size, around=AROUND[around], is_causal=True)))
+
+
 @pytest.mark.parametrize("around", AROUND)
 def test_blocks_are_permuted_and_memory_is_that_of_a_part(around):
     found = {}
     for size in (4, 8):
-        program = compiled(size, gradient(ring(size, around=AROUND[around], is_causal=True)))
+        program = gradient_of_part(around, size)
         assert {x.kind for x in collectives(program)} == {"collective-permute"}
         found[size] = program.memory_analysis().temp_size_in_bytes, len(collectives(program))
     (four, _), (eight, permutes) = found[4], found[8]
     # A block of keys has 4 KiB.
     assert eight - four < 1024
     # A policy that saves results saves the value's journey. XLA of jaxlib 0.10 merges the two.
-    plain = len(collectives(compiled(8, gradient(ring(8, is_causal=True)))))
+    plain = len(collectives(gradient_of_part("plain", 8)))
     assert (permutes > plain) == (around == "remat" and jax.__version_info__ >= (0, 11))
 
 
