@@ -1,4 +1,4 @@
-"""Kernels of attention by ``mma.sync``: their plans, and emulated values with error bounds."""
+"""Kernels of attention by ``mma.sync``: their plans, and emulated values and gradients."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_attention import MODES, RNG, draw
+from emulated_attention import MODES, RNG, draw, relative_errors
 from emulated_gpu import emulated_gpu
 from nvrtc_mark import needs_emulator, require_nvrtc
 from products import BF16, F16, F32, H100
@@ -120,6 +120,53 @@ def test_values_and_logarithms(name):
         assert (abs(x[finite] - y[finite]) <= bound[finite]).all()
 
 
+# A GPU, a type, sizes, a mode, and options, as above.
+GRADIENTS = {
+    "plain": (H100, F32, (1, 100, 150, 2, 1, 64, 64), "late", {}),
+    "causal": (
+        H100, F32, (1, 140, 140, 2, 1, 128, 96), "held", {"is_causal": True, "score_mod": slopes},
+    ),
+    "functions": (
+        A100, BF16, (2, 100, 150, 2, 2, 80, 72), "backwards",
+        {"score_mod": capped, "mask_mod": documents},
+    ),
+    "lengths": (
+        A100, F16, (2, 140, 140, 2, 2, 64, 128), "late",
+        {"key_value_seq_lengths": np.array([70, 0]), "query_seq_lengths": np.array([130, 9])},
+    ),
+    "bias": (H100, F32, (1, 70, 90, 2, 2, 36, 100), None, {"bias": BIAS}),
+}  # fmt: skip
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[] if x == "causal" else [pytest.mark.thorough]) for x in GRADIENTS],
+)
+def test_gradients(name):
+    gpu, dtype, (b, t, s, n, k, h, d), mode, options = GRADIENTS[name]
+    # Numbers of float16 are numbers of TF32.
+    drawn = F16 if dtype == F32 else dtype
+    shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d), (b, t, n, d)
+    operands = tuple(draw(*x, dtype=drawn).astype(dtype) for x in shapes)
+
+    def of(m):
+        def gradient(query, key, value, d_out):
+            return jax.vjp(lambda *x: m.attention(*x, **options), query, key, value)[1](d_out)
+
+        return jax.jit(gradient)
+
+    with emulated_gpu(dataclasses.replace(gpu, sm_count=1), **MODES.get(mode, {})) as ran:
+        found = [np.asarray(x) for x in of(jtk)(*operands)]
+    names = [launch.entry.name for plan in ran for launch in plan.launches]
+    assert sum("mma_attention_backward" in name for name in names) == 2
+    with jax.enable_x64(True):
+        expected = of(ORACLES)(*(np.asarray(x, np.float64) for x in operands))
+    # Weights, gradients of scores and results are rounded, each by half a unit at most.
+    unit = 2.0**-10 if dtype == F32 else float(jnp.finfo(dtype).eps)
+    assert max(relative_errors(found, expected)) <= 3 * unit / 2
+
+
 def plan(options, features, dtype, precision, gpu):
     functions = options.get("score_mod"), options.get("mask_mod")
     score, of_score = traced(functions[0], "s", F32) if functions[0] else (None, [])
@@ -130,7 +177,8 @@ def plan(options, features, dtype, precision, gpu):
     )
     text = score_text(scores, [*of_score, *of_mask], sizes)
     listed = (1, 1) if text.has_mask else None
-    return mma.plan_forward(dataclasses.replace(sizes, functions=text, listed=listed), gpu)
+    problem = dataclasses.replace(sizes, functions=text, listed=listed)
+    return mma.plan_forward(problem, gpu), mma.plan_backward(problem, gpu)
 
 
 @pytest.mark.parametrize("gpu", [A100, H100], ids=["sm_80", "sm_90a"])
@@ -139,32 +187,58 @@ def plan(options, features, dtype, precision, gpu):
 @pytest.mark.one_in(6)
 def test_plans_spill_little(name, features, gpu):
     for dtype, precision in ((F32, "DEFAULT"), (F32, "HIGHEST"), (BF16, "DEFAULT")):
-        (launch,) = plan(FUNCTIONS[name], features, dtype, precision, gpu).launches
+        value, gradient = plan(FUNCTIONS[name], features, dtype, precision, gpu)
         # Parts of operands of HIGHEST take registers.
-        assert launch.entry.spill_bytes <= 8 * features * (precision == "HIGHEST")
+        spilled = 8 * features * (precision == "HIGHEST")
+        assert value.launches[0].entry.spill_bytes <= spilled
+        assert isinstance(gradient, NoKernel) == (features > 128 or precision == "HIGHEST")
+        for launch in () if isinstance(gradient, NoKernel) else gradient.launches:
+            assert launch.entry.spill_bytes == 0
 
 
 def test_tiles_beyond_the_shared_memory_are_xlas():
     # Arrays of the function are staged beside the tiles.
-    found = plan(FUNCTIONS["table"], 256, F32, "DEFAULT", known_gpu("sm_86"))
+    found, _ = plan(FUNCTIONS["table"], 256, F32, "DEFAULT", known_gpu("sm_86"))
     assert isinstance(found, NoKernel)
     assert "shared memory" in found.reason
-    assert not isinstance(plan({}, 256, F32, "DEFAULT", known_gpu("sm_86")), NoKernel)
+    assert not isinstance(plan({}, 256, F32, "DEFAULT", known_gpu("sm_86"))[0], NoKernel)
 
 
 @pytest.mark.defaults
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_kernels_are_asked_for_by_the_policy(dtype):
-    x = jnp.ones((2, 256, 8, 64), dtype)
+def test_what_computes_a_call():
+    def choices(gpu, dtype, **options):
+        x = jnp.ones((2, 1024, 8, 64), dtype)
 
-    def choice(gpu, **options):
+        def gradient(x):
+            return jax.vjp(lambda *y: jtk.attention(*y, score_mod=capped, **options), x, x, x)[1](x)
+
         with gpu_target(gpu):
-            return jtk.explain(lambda x: jtk.attention(x, x, x, score_mod=capped, **options), x)[0]
+            found = jtk.explain(gradient, x, platform="cuda")
+        return [choice for choice in found if choice.depth == 0]
 
-    gpu = H100 if dtype == F32 else A100
-    assert "policy" in choice(gpu).reason
+    # Those that are not timed are asked for by the policy.
+    for gpu, dtype, is_default in ((H100, F32, True), (A100, F32, False), (A100, BF16, False)):
+        value, gradient = choices(gpu, dtype)
+        assert value.is_rewritten == is_default
+        assert not gradient.is_rewritten
+        assert 'policy("kernels")' in gradient.reason
+        with jtk.policy("kernels"):
+            assert all(choice.is_rewritten for choice in choices(gpu, dtype))
+    value, _ = choices(H100, F32, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32)
+    assert "BF16_BF16_F32" in value.reason
     with jtk.policy("kernels"):
-        assert choice(gpu).is_rewritten
-        if dtype == F32:
-            found = choice(gpu, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32)
-            assert "BF16_BF16_F32" in found.reason
+        value, gradient = choices(H100, F32, precision=HIGHEST)
+    assert value.is_rewritten
+    assert "HIGHEST" in gradient.reason
+
+
+@pytest.mark.defaults
+def test_times_of_float32_are_estimates():
+    x = jnp.ones((2, 2048, 8, 128), F32)
+    with gpu_target("H200"):
+        value, highest = (
+            jtk.explain(lambda x, p=p: jtk.attention(x, x, x, precision=p), x, platform="cuda")[0]
+            for p in (None, HIGHEST)
+        )
+    assert 0 < value.predicted_us.ours < value.predicted_us.xla
+    assert value.predicted_us.ours < highest.predicted_us.ours

@@ -20,15 +20,28 @@ struct RowLogarithm {
   float base, log;
 };
 
-// Products in, P times the slope out; P goes to `weights` as lhs. A function of an accumulator's
+// Sets the weights of accumulators j and j + 1: rounded to lhs, or as they are.
+template <typename T, int kSteps>
+inline void set_weights(uint32 (&weights)[kSteps][4], int j, float first, float second) {
+  uint32 pair[1];
+  pack_pair(pair, static_cast<T*>(nullptr), first, second);
+  weights[j / 8][j / 2 % 4] = pair[0];
+}
+template <typename T, int kCount>
+inline void set_weights(float (&weights)[kCount], int j, float first, float second) {
+  weights[j] = first;
+  weights[j + 1] = second;
+}
+
+// Products in, P times the slope out; P goes to `weights`. A function of an accumulator's
 // index gives the RowLogarithm of its row. `use(j, weight, partials)` is called with each weight
 // and the derivatives by the numbers. Places beyond the sequences are masked.
-template <typename T, class Functions, int kCount, class Places, class Bias, class Logarithm,
-          class Use>
-inline void weigh_again(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4],
-                        const AttentionShape& shape, const Functions& functions, int batch,
-                        int head, bool masked, const Places& places, Bias& bias,
-                        const Logarithm& logarithm, const Use& use) {
+template <typename T, class Functions, int kCount, class Weights, class Places, class Bias,
+          class Logarithm, class Use>
+inline void weigh_again(float (&scores)[kCount], Weights& weights, const AttentionShape& shape,
+                        const Functions& functions, int batch, int head, bool masked,
+                        const Places& places, Bias& bias, const Logarithm& logarithm,
+                        const Use& use) {
   const auto weigh = [&](auto is_masked) {
 #pragma unroll
     for (int j = 0; j < kCount; j += 2) {
@@ -57,9 +70,7 @@ inline void weigh_again(float (&scores)[kCount], uint32 (&weights)[kCount / 8][4
         both[of] = weight;
         scores[j + of] = weight * slope;
       }
-      uint32 pair[1];
-      pack_pair(pair, static_cast<T*>(nullptr), both[0], both[1]);
-      weights[j / 8][j / 2 % 4] = pair[0];
+      set_weights<T>(weights, j, both[0], both[1]);
     }
   };
   if (masked) {

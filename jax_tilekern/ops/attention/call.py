@@ -276,6 +276,9 @@ def numbers_of(call: Call, wanted: tuple[int, ...]) -> ScoreNumbers | None:
     scores = call.scores
     first = 3 + scores.kinds.count("bias")
     moving = [i - first for i in wanted if i not in OF_PRODUCTS]
+    # Kernels by mma.sync add up no gradients by numbers.
+    if not call.sizes.by_wgmma:
+        return None
     if not all(0 <= i < scores.score_arrays + 3 - first for i in moving) or not moving:
         return None
     found = score_numbers(scores, moving)

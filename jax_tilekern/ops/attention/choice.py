@@ -15,7 +15,7 @@ from jax_tilekern.ops.attention.kernel_lowering import by_kernels
 from jax_tilekern.ops.attention.residual import logsumexp, without_base
 from jax_tilekern.ops.attention.scores import Scores
 from jax_tilekern.plans.attention.problem import Pass, refusal, tangent_refusal
-from jax_tilekern.plans.attention.ways import CUDNN, KERNELS, ways_of, workload_of
+from jax_tilekern.plans.attention.ways import CUDNN, KERNELS, is_timed, ways_of, workload_of
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import choose, current_policy, predicted_times
 from jax_tilekern.primitives.operation import (
@@ -30,8 +30,7 @@ from jax_tilekern.primitives.operation import (
 # The share of tiles that stands for none.
 _LEAST_SHARE = 1e-3
 _NOT_TIMED = (
-    "no times of kernels by mma.sync are recorded, so XLA computes it "
-    '(jax_tilekern.policy("kernels") takes them)'
+    'these kernels are not timed, so XLA computes it (jax_tilekern.policy("kernels") takes them)'
 )
 
 
@@ -87,7 +86,8 @@ def ways_by_key(call: Call, *, has_lse: bool) -> tuple[dict[str, Rewrite], str]:
     """
     by_cudnn = None if has_lse else _by_cudnn(call)
     ways = {} if by_cudnn is None else {CUDNN: by_cudnn}
-    if not call.sizes.by_wgmma and current_policy() != "kernels":
+    timed = is_timed(call.sizes, current_gpu(), is_gradient=call.kind == "backward")
+    if not timed and current_policy() != "kernels":
         return ways, _NOT_TIMED
     try:
         problem = problem_of(call)

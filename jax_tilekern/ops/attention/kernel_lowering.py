@@ -231,15 +231,15 @@ def _planned(
         read = _behind_bias(problem, [*products, d_out, statistics], kinds, arrays)
         return planned_kernel(read, sm90.plan_bias_gradient, problem, bias)
     problem = problem_of(call)
+    family = sm90 if problem.by_wgmma else mma
     if kernel == "forward":
         read = _behind_bias(problem, products, extra, arrays)
-        family = sm90 if problem.by_wgmma else mma
         return planned_kernel(read, family.plan_forward, problem)
     statistics, *lists = extra
     if kernel == "backward":
         d_out, _ = of_values.cotangents
         read = _behind_bias(problem, [*products, d_out, statistics], lists, arrays)
-        return planned_kernel(read, sm90.plan_backward, problem)
+        return planned_kernel(read, family.plan_backward, problem)
     read = [*products, values[3], statistics, *of_values.tangents, *lists, *arrays]
     moving = tuple(i in wanted for i in OF_PRODUCTS)
     return planned_kernel(read, sm90.plan_tangent, problem, moving)

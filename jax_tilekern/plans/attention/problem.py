@@ -129,7 +129,7 @@ class Attention:
     def tiles(self, kernel: str) -> Tiles:
         """Return the tiles of a kernel of ``sm90.py`` or ``mma.py``."""
         if not self.by_wgmma:
-            return self._mma_tiles()
+            return self._mma_tiles(kernel)
         if kernel == "forward":
             return Tiles(queries=128, keys=64 if max(self.padded) > 2 * CHUNK else 128)
         if kernel == "backward_keys":
@@ -146,9 +146,13 @@ class Attention:
         has_functions = self.functions.has_score or self.functions.has_mask
         return Tiles(queries=128, keys=64 if has_functions else 128, stages=3)
 
-    def _mma_tiles(self) -> Tiles:
+    def _mma_tiles(self, kernel: str) -> Tiles:
         """Return tiles whose accumulators fit the registers of four warps, and two CTAs an SM."""
         most = max(self.padded)
+        if kernel.startswith("backward"):
+            others = 64 if most <= CHUNK and not self.functions.pointers else 32
+            of_keys = kernel == "backward_keys"
+            return Tiles(others if of_keys else 64, 64 if of_keys else others, stages=1)
         queries = 128 if most <= 2 * CHUNK and not self.is_split else 64
         if most <= CHUNK:
             return Tiles(queries, keys=32 if self.is_split else 64, stages=1)
@@ -233,8 +237,12 @@ def refusal(problem: Attention, gpu: Gpu) -> str:
 
 def gradient_refusal(problem: Attention) -> str:
     """Return why no kernel covers the gradient of a call that has a kernel, or nothing."""
-    if not problem.by_wgmma:
-        return "kernels of gradients of attention are for 16-bit types on Hopper"
+    if problem.by_wgmma:
+        return ""
+    if problem.is_split:
+        return f"kernels of gradients of attention have no float32 of precision {problem.precision}"
+    if max(problem.padded) > 2 * CHUNK:
+        return f"kernels of gradients of attention by mma.sync have up to {2 * CHUNK} features"
     return ""
 
 
@@ -249,8 +257,8 @@ def tangent_refusal(problem: Attention) -> str:
 
 def bias_refusal(problem: Attention, bias: Bias) -> str:
     """Return why no kernel covers the gradient of the bias of a call with kernels, or nothing."""
-    if why := gradient_refusal(problem):
-        return why
+    if not problem.by_wgmma:
+        return "kernels of gradients of a bias are for 16-bit types on Hopper"
     if bias.dtype not in (F32, BF16, F16):
         return f"kernels of gradients of a bias have no {bias.dtype}"
     if max(problem.padded) > 2 * CHUNK:

@@ -7,8 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jax_tilekern.plans.attention.problem import CHUNK, Pass
+from jax_tilekern.plans.attention.problem import CHUNK, ITEM_BYTES, Attention, Pass
 from jax_tilekern.plans.candidate import Costed
+from jax_tilekern.plans.gemm.arithmetic import F32
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.policy.workload import Workload, attention_workload
 
@@ -20,6 +21,9 @@ _TILE = 128  # rows of a CTA
 _EXPONENTIALS = 16
 _OF_GRADIENT, _OF_FUNCTION = 3, 2
 _OF_CUDNN_BIAS = 3, 8
+# The kernels by ``mma.sync`` reach so much of its rate, on an H200: up to 128 features, beyond, and
+# of split operands.
+_MMA_SHARE, _MMA_SHARE_OF_WIDE, _MMA_SHARE_OF_SPLIT = 0.6, 0.3, 0.45
 _BLOCK = 1 << 25  # scores of a block of XLA's
 _XLA_READS = 3  # of operands
 
@@ -32,7 +36,8 @@ class _Blocks(NamedTuple):
     launches
         Of a block.
     bytes
-        Moved for each score: products write float32, and a softmax reads them twice.
+        Moved for each score: products write float32, and a softmax reads them twice. Weights of
+        float32 take more, which are written and read again.
     products
         Of keys and of values.
     """
@@ -54,6 +59,12 @@ class Way(Costed):
     key: str
     cycles: float
     numbers: tuple[float, ...]
+
+
+def is_timed(sizes: Attention, gpu: Gpu, *, is_gradient: bool) -> bool:
+    """Whether times of the kernels of such a call are measured."""
+    is_hoppers = gpu.compute_capability[0] == 9
+    return sizes.by_wgmma or (is_hoppers and sizes.dtype == F32 and not is_gradient)
 
 
 def ways_of(call: Pass, gpu: Gpu, keys: Collection[str]) -> list[Way]:
@@ -93,9 +104,10 @@ def _cycles(call: Pass, gpu: Gpu, key: str) -> float:
     of_pass = evaluated
     if key == CUDNN and call.arrays:
         of_pass += _OF_CUDNN_BIAS[call.is_gradient]
-    computed = sum(_tiles_cycles(call, gpu, x, of_pass) for x in launches)
+    macs = _kernels_macs(sizes, gpu) if key == KERNELS else rates.wgmma_macs["bf16"]
+    computed = sum(_tiles_cycles(call, gpu, x, of_pass, macs) for x in launches)
     if call.of_bias:
-        computed += _tiles_cycles(call, gpu, _Launch(queries, keys, (1, 1)), evaluated)
+        computed += _tiles_cycles(call, gpu, _Launch(queries, keys, (1, 1)), evaluated, macs)
     moved = call.bytes / rates.memory_bandwidth
     of_arrays = call.of_arrays > 0 and key == KERNELS
     return (
@@ -121,23 +133,37 @@ class _Launch(NamedTuple):
     splits: bool = False
 
 
-def _tiles_cycles(call: Pass, gpu: Gpu, launch: _Launch, evaluated: int) -> float:
+def _kernels_macs(sizes: Attention, gpu: Gpu) -> float:
+    """Return the multiply-adds of an SM in a cycle by the kernels."""
+    if sizes.by_wgmma:
+        return gpu.rates.wgmma_macs["bf16"]
+    share = _MMA_SHARE_OF_WIDE if max(sizes.padded) > 2 * CHUNK else _MMA_SHARE
+    if sizes.is_split:
+        return min(share, _MMA_SHARE_OF_SPLIT) * gpu.rates.mma_macs["tf32"] / 3
+    return share * gpu.rates.mma_macs["tf32" if sizes.dtype == F32 else "bf16"]
+
+
+def _xla_macs(sizes: Attention, gpu: Gpu) -> float:
+    if sizes.dtype != F32:
+        return gpu.rates.wgmma_macs["bf16"]
+    return gpu.rates.mma_macs["f32"] if sizes.is_split else gpu.rates.wgmma_macs["tf32"]
+
+
+def _tiles_cycles(call: Pass, gpu: Gpu, launch: _Launch, evaluated: int, macs: float) -> float:
     """Return the cycles of the busiest SM, where a score takes as long as so many exponentials.
 
     Products do not overlap with functions of scores.
     """
     sizes, rates = call.sizes, gpu.rates
     heads = sizes.batch * sizes.heads // launch.heads
-    tiles = heads * math.ceil(launch.heads * launch.rows / _TILE)
+    rows = _TILE if sizes.by_wgmma else sizes.tiles("forward").queries
+    tiles = heads * math.ceil(launch.heads * launch.rows / rows)
     parts = max(1, gpu.sm_count // tiles) if launch.splits else 1
-    scores = call.share * _TILE * _padded(math.ceil(launch.others / parts))
+    scores = call.share * rows * _padded(math.ceil(launch.others / parts))
     multiplied = sum(
-        count * _padded(features)
-        for count, features in zip(
-            launch.products, (sizes.features, sizes.value_features), strict=True
-        )
+        count * features for count, features in zip(launch.products, sizes.padded, strict=True)
     )
-    of_score = multiplied / rates.wgmma_macs["bf16"] + evaluated / _EXPONENTIALS
+    of_score = multiplied / macs + evaluated / _EXPONENTIALS
     return math.ceil(tiles / gpu.sm_count) * (rates.cta_cycles + scores * of_score)
 
 
@@ -149,11 +175,12 @@ def _xla_cycles(call: Pass, gpu: Gpu, blocks: _Blocks) -> float:
     """Return the estimate of XLA's blocks, which compute the scores that a mask hides, too."""
     rates, scores = gpu.rates, call.scores / call.share
     launches = blocks.launches * math.ceil(scores / _BLOCK)
-    moved = scores * blocks.bytes + _XLA_READS * call.bytes
+    of_weights = 2 * (call.sizes.dtype.itemsize - ITEM_BYTES)
+    moved = scores * (blocks.bytes + of_weights) + _XLA_READS * call.bytes
     multiplied = scores * call.features(blocks.products)
     return (
         rates.launch_cycles
         + launches * rates.next_launch_cycles
-        + multiplied / (gpu.sm_count * rates.wgmma_macs["bf16"])
+        + multiplied / (gpu.sm_count * _xla_macs(call.sizes, gpu))
         + moved / rates.memory_bandwidth
     )

@@ -50,6 +50,8 @@ _MOST_ZEROS = 7
 # The operation of a product with an epilogue.
 FUSED = "fused product"
 ATTENTION = "attention"  # values and gradients
+# Those of float32, of which there are estimates alone.
+ATTENTION_OF_FLOAT32 = "attention of float32"
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,10 @@ def attention_workload(call: Pass, estimate: float) -> Workload:
         *(sizes.dtype.name == name for name in ("bfloat16", "float16")),
     )
     arithmetic = _SHORT_NAMES[sizes.dtype.name]
+    is_wide = sizes.dtype.itemsize > 2
+    operation = ATTENTION_OF_FLOAT32 if is_wide else ATTENTION
     return Workload(
-        ATTENTION, call.operations, call.bytes, arithmetic, tuple(map(float, features)),
+        operation, call.operations, call.bytes, arithmetic, tuple(map(float, features)),
         estimate=estimate, is_xlas=False,
     )  # fmt: skip
 
