@@ -102,9 +102,14 @@ void FillRows(const Workers& workers, const Table& t) {
     t.family->fill(totals, t.columns);
     t.narrow(totals, t.columns, row);
   }
+  const bool has_zeros = std::all_of(row, row + t.row_bytes, [](char byte) { return byte == 0; });
   workers.RunRanges(t.rows, t.row_bytes, [&](int64_t first, int64_t last) {
     char* const begin = t.table + first * t.row_bytes;
     const int64_t bytes = (last - first) * t.row_bytes;
+    if (has_zeros) {
+      std::memset(begin, 0, bytes);
+      return;
+    }
     std::memcpy(begin, row, t.row_bytes);
     // What is copied again and again stays in the cache.
     for (int64_t done = t.row_bytes; done < bytes;) {

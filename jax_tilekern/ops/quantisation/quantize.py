@@ -57,8 +57,9 @@ _BLOCKS: tuple[Block, ...] = (
 # platforms flush, round to zero in every block.
 _LEAST = np.float32(2.0**-90)
 _MAX = dict(zip((*FP8, *INTEGERS), (448, 57344, 7, 127), strict=True))
-# A byte that is NaN of either type.
+# A byte that is NaN of either type, and the bits of the least float32 that is not finite.
 _NAN = np.uint8(0x7F)
+_INFINITY = np.uint32(0x7F800000)
 # Arrays of fewer numbers are reduced faster than a CPU begins to share a pass.
 _LARGE = 1 << 16
 
@@ -203,9 +204,10 @@ def _quantized(
         return y
 
     finite = jnp.isfinite(x)
-    above, below = _extrema(jnp.where(finite, x, 0 if dtype in FP8 else np.inf), block, symmetric)
-    has_nan = jnp.maximum(above, below) == np.inf
-    above, below = (jnp.where(has_nan, np.float32(0), y) for y in (above, below))
+    above, below = _extrema(x, dtype in FP8, block, symmetric)
+    if dtype not in FP8:
+        has_nan = ~jnp.isfinite(jnp.maximum(above, below))
+        above, below = (jnp.where(has_nan, np.float32(0), y) for y in (above, below))
     largest = jnp.maximum(above, below)
     if symmetric:
         scales = largest * np.float32(1 / _MAX[dtype])
@@ -273,14 +275,16 @@ def scales_of_elements(scales: Array, axis: int, size: int, block: int = BLOCK) 
     return lax.slice_in_dim(elements, 0, size, axis=axis)
 
 
-def _extrema(x: Array, block: Block, symmetric: bool) -> list[Array]:
+def _extrema(x: Array, of_finite: bool, block: Block, symmetric: bool) -> list[Array]:
     """Return the largest magnitudes of each block above and below zero.
 
-    If ``symmetric``, both may be that of the whole block.
+    If ``symmetric``, both may be that of the whole block. One of a block with NaN or infinities is
+    not finite, unless they are ``of_finite`` numbers.
     """
     is_large = not isinstance(x.size, int) or x.size >= _LARGE
     if lowering_platform.value == "cpu" and is_large:
-        return _maxima_in_one_pass([jnp.maximum(y, 0) for y in (x, -x)], block)
+        return _extrema_in_one_pass(x, of_finite, block)
+    x = jnp.where(jnp.isfinite(x), x, 0 if of_finite else np.inf)
     if symmetric:
         return [_reduced_blocks(jnp.max, jnp.abs(x), block)] * 2
     extrema = _reduced_blocks(jnp.max, x, block), -_reduced_blocks(jnp.min, x, block)
@@ -296,30 +300,32 @@ def _reduced_blocks(reduce: Callable[..., Array], x: Array, block: Block) -> Arr
     return x
 
 
-def _maxima_in_one_pass(arrays: Sequence[Array], block: Block) -> list[Array]:
-    """Return the largest number of each block of each array, for which XLA has more passes on CPUs.
+def _extrema_in_one_pass(x: Array, of_finite: bool, block: Block) -> list[Array]:
+    """Return what :func:`_extrema` does, for which XLA has several passes on CPUs.
 
     They are passes over arrays that it writes first: one for each maximum, and for the padding.
     """
-    first = arrays[0]
-    for axis, size in zip((first.ndim - 2, first.ndim - 1), block, strict=True):
-        n = first.shape[axis]
+    for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
+        n = x.shape[axis]
         if size not in (1, None) and isinstance(n, int) and n > size and n % size:
             whole = n - n % size
-            parts = [
-                _maxima_in_one_pass([lax.slice_in_dim(x, *ends, axis=axis) for x in arrays], block)
-                for ends in ((0, whole), (whole, n))
-            ]
-            return [jnp.concatenate(pair, axis) for pair in zip(*parts, strict=True)]
+            ends = (0, whole), (whole, n)
+            parts = (lax.slice_in_dim(x, start, stop, axis=axis) for start, stop in ends)
+            pairs = zip(*(_extrema_in_one_pass(y, of_finite, block) for y in parts), strict=True)
+            return [jnp.concatenate(pair, axis) for pair in pairs]
     # Magnitudes are ordered as their bits are, and integers are compared faster.
-    bits = [lax.bitcast_convert_type(_split(x, block), np.int32) for x in arrays]
+    bits = lax.bitcast_convert_type(_split(x, block), np.uint32)
+    magnitudes = bits & 0x7FFFFFFF
+    if of_finite:
+        magnitudes = jnp.where(magnitudes < _INFINITY, magnitudes, 0)
+    is_negative = bits > 0x7FFFFFFF
     found = lax.reduce(
-        bits,
-        [np.int32(0)] * len(bits),
-        lambda x, y: list(map(lax.max, x, y)),
-        (bits[0].ndim - 3, bits[0].ndim - 1),
+        (jnp.where(is_negative, 0, magnitudes), jnp.where(is_negative, magnitudes, 0)),
+        (np.uint32(0),) * 2,
+        lambda x, y: tuple(map(lax.max, x, y)),
+        (bits.ndim - 3, bits.ndim - 1),
     )
-    return [lax.bitcast_convert_type(x, np.float32) for x in found]
+    return [lax.bitcast_convert_type(y, np.float32) for y in found]
 
 
 def _rounded_bits(x: Array, dtype: np.dtype[Any]) -> Array:
