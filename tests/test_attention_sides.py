@@ -109,11 +109,11 @@ CALLS = {
     "`jax.jvp` |": [(tangent, (X,) * 3)],
     "129 to 256 features: value": [(attend, (WIDE,) * 3), (gradient(0, 1, 2), (WIDE,) * 4)],
     "129 to 256 features: `jax.jvp`": [(tangent, (WIDE,) * 3)],
-    "float32: value": [(attend, (sized(64, F32),) * 3)],
-    "float32: gradient": [
+    "float32: value": [
+        (attend, (sized(64, F32),) * 3),
         (gradient(0, 1, 2), (sized(64, F32),) * 4),
-        (tangent, (sized(64, F32),) * 3),
     ],
+    "float32: `jax.jvp`": [(tangent, (sized(64, F32),) * 3)],
     "float64": [
         (function, (x,) * count)
         for x in (sized(264), sized(264, F32), ODD)
@@ -131,7 +131,7 @@ GPUS = {1: ["H200"], 2: ["sm_80", "sm_89", "sm_100"], 3: ["sm_75"]}
 LAST = (
     "`jax.jvp` |",
     "129 to 256 features: `jax.jvp`",
-    "float32: gradient",
+    "float32: `jax.jvp`",
     "gradients by arrays",
     "gradients by tables",
     "gradients by other arrays",

@@ -86,8 +86,7 @@ def ways_by_key(call: Call, *, has_lse: bool) -> tuple[dict[str, Rewrite], str]:
     """
     by_cudnn = None if has_lse else _by_cudnn(call)
     ways = {} if by_cudnn is None else {CUDNN: by_cudnn}
-    timed = is_timed(call.sizes, current_gpu(), is_gradient=call.kind == "backward")
-    if not timed and current_policy() != "kernels":
+    if not is_timed(call.sizes, current_gpu()) and current_policy() != "kernels":
         return ways, _NOT_TIMED
     try:
         problem = problem_of(call)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jax_tilekern.plans.attention.problem import CHUNK, ITEM_BYTES, Attention, Pass
+from jax_tilekern.plans.attention.problem import CHUNK, Attention, Pass
 from jax_tilekern.plans.candidate import Costed
 from jax_tilekern.plans.gemm.arithmetic import F32
 from jax_tilekern.plans.gpu import Gpu
@@ -36,8 +36,7 @@ class _Blocks(NamedTuple):
     launches
         Of a block.
     bytes
-        Moved for each score: products write float32, and a softmax reads them twice. Weights of
-        float32 take more, which are written and read again.
+        Moved for each score: products write float32, and a softmax reads them twice.
     products
         Of keys and of values.
     """
@@ -49,6 +48,9 @@ class _Blocks(NamedTuple):
 
 _VALUE = _Blocks(6, 20, (1, 1))
 _GRADIENT = _Blocks(12, 44, (3, 2))
+# Weights of float32 take more bytes, and are not converted; on an H200.
+_VALUE_OF_FLOAT32 = _Blocks(6, 24, (1, 1))
+_GRADIENT_OF_FLOAT32 = _Blocks(12, 40, (3, 2))
 _GRADIENT_OF_ARRAYS = _Blocks(8, 24, (1, 1))
 
 
@@ -61,10 +63,9 @@ class Way(Costed):
     numbers: tuple[float, ...]
 
 
-def is_timed(sizes: Attention, gpu: Gpu, *, is_gradient: bool) -> bool:
-    """Whether times of the kernels of such a call are measured."""
-    is_hoppers = gpu.compute_capability[0] == 9
-    return sizes.by_wgmma or (is_hoppers and sizes.dtype == F32 and not is_gradient)
+def is_timed(sizes: Attention, gpu: Gpu) -> bool:
+    """Whether times of the kernels of such a call are measured: those on Hopper."""
+    return sizes.by_wgmma or (gpu.compute_capability[0] == 9 and sizes.dtype == F32)
 
 
 def ways_of(call: Pass, gpu: Gpu, keys: Collection[str]) -> list[Way]:
@@ -79,7 +80,11 @@ def ways_of(call: Pass, gpu: Gpu, keys: Collection[str]) -> list[Way]:
 
 def workload_of(call: Pass, gpu: Gpu) -> Workload:
     """Return the workload of a pass, with the estimate of the time of XLA's blocks of scores."""
-    cycles = _xla_cycles(call, gpu, _GRADIENT if call.is_gradient else _VALUE)
+    if call.sizes.dtype == F32:
+        blocks = _GRADIENT_OF_FLOAT32 if call.is_gradient else _VALUE_OF_FLOAT32
+    else:
+        blocks = _GRADIENT if call.is_gradient else _VALUE
+    cycles = _xla_cycles(call, gpu, blocks)
     return attention_workload(call, cycles / gpu.rates.cycles_per_microsecond)
 
 
@@ -175,8 +180,7 @@ def _xla_cycles(call: Pass, gpu: Gpu, blocks: _Blocks) -> float:
     """Return the estimate of XLA's blocks, which compute the scores that a mask hides, too."""
     rates, scores = gpu.rates, call.scores / call.share
     launches = blocks.launches * math.ceil(scores / _BLOCK)
-    of_weights = 2 * (call.sizes.dtype.itemsize - ITEM_BYTES)
-    moved = scores * (blocks.bytes + of_weights) + _XLA_READS * call.bytes
+    moved = scores * blocks.bytes + _XLA_READS * call.bytes
     multiplied = scores * call.features(blocks.products)
     return (
         rates.launch_cycles
