@@ -149,6 +149,8 @@ def test_segments(rng, dtype, kind):
         (1, 2**20, 100, True),
         (64, 151_936, 20, False),
         (1, 2**18, 20, False),
+        # Tiles find few elements in less time.
+        (1, 2**22, 50, False),
         # There would be more candidates than are sorted, or too many segments.
         (4, 2**22, 2000, False),
         (1, 2**25, 1000, False),

@@ -59,6 +59,13 @@ inline void for_each_found(const Bits (&own)[kItems], const Threshold<Bits>& at,
   }
 }
 
+// Whether an element comes before another one, without a branch.
+template <typename Bits>
+inline bool comes_first(Bits bits, uint32 column, Bits others, uint32 other_column) {
+  const bool is_larger = bits > others, is_equal = bits == others, is_lower = column < other_column;
+  return is_larger | (is_equal & is_lower);
+}
+
 // Elements and their columns, in shared memory.
 template <typename Bits, uint32 kMost>
 struct FoundElements {
@@ -66,7 +73,7 @@ struct FoundElements {
   uint32 (&columns)[kMost];
 
   bool comes_before(uint32 i, uint32 j) const {
-    return bits[i] > bits[j] || (bits[i] == bits[j] && columns[i] < columns[j]);
+    return comes_first(bits[i], columns[i], bits[j], columns[j]);
   }
   void swap(uint32 i, uint32 j) const {
     const Bits own = bits[i];
@@ -89,8 +96,7 @@ inline uint32 rank_found(const FoundElements<Bits, kMost>& found, uint32 count, 
     const uint32 column = found.columns[number];
 #pragma unroll 8
     for (uint32 i = part; i < count; i += lanes) {
-      const Bits other = found.bits[i];
-      rank += other > bits || (other == bits && found.columns[i] < column);
+      rank += comes_first(found.bits[i], found.columns[i], bits, column);
     }
   }
   for (uint32 step = 1; step < lanes; step *= 2) rank += __shfl_xor_sync(~0u, rank, step);

@@ -26,8 +26,9 @@ _SEGMENTS_OF_ELEMENT, _MOST_SEGMENTS = 4, 16_384
 _LANES = (32, 8)
 # The most elements that are found, since hardly more candidates are sorted.
 _MOST_FOUND = 1536
-# Launches over tiles that take less time, by 13 calls on an H200.
-_FEW_LAUNCHES = 2
+# Launches over tiles that take less time, by 13 calls on an H200, and elements that tiles find in
+# less time by any number of launches: 50 of 2^22, but not 100 of 2^20.
+_FEW_LAUNCHES, _FEW_FOUND = 2, 50
 _WORD_BYTES, _COLUMN_BYTES = 4, 4
 
 
@@ -41,8 +42,9 @@ def lanes_of(problem: TopK) -> int | None:
 
 
 def takes_segments(problem: TopK, levels: Sequence[Level]) -> bool:
-    """Return whether segments took less time than tiles in calls of as many launches."""
-    return len(levels) > _FEW_LAUNCHES and lanes_of(problem) is not None
+    """Return whether segments took less time than tiles in calls like this."""
+    is_long = len(levels) > _FEW_LAUNCHES and problem.k > _FEW_FOUND
+    return is_long and lanes_of(problem) is not None
 
 
 def plan_segments(problem: TopK, gpu: Gpu) -> LaunchPlan:
