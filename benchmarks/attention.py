@@ -76,11 +76,13 @@ def _with_tangent(attention: Function) -> Function:
     return both
 
 
-def _operands(sizes: Sizes, keys: int | None = None, tangents: bool = False) -> Sequence[Any]:
+def _operands(
+    sizes: Sizes, keys: int | None = None, tangents: bool = False, dtype: Any = jnp.bfloat16
+) -> Sequence[Any]:
     """Return query, key, value and a cotangent, or tangents of the first three."""
     batch, length, heads, key_heads, features = sizes
-    query = ((batch, length, heads, features), jnp.bfloat16)
-    key = ((batch, keys or length, key_heads, features), jnp.bfloat16)
+    query = ((batch, length, heads, features), dtype)
+    key = ((batch, keys or length, key_heads, features), dtype)
     return random_arrays(query, key, key, *((query, key, key) if tangents else (query,)))
 
 
@@ -98,14 +100,17 @@ def _largest_error(_: Any, results: Any) -> Errors:
     }
 
 
-def _pairs(name: str, sizes: Sizes, ours: Function, peer: Function, side: str, group: str) -> Any:
+def _pairs(
+    name: str, sizes: Sizes, ours: Function, peer: Function, side: str, group: str,
+    dtype: Any = jnp.bfloat16,
+) -> Iterator[Program]:  # fmt: skip
     """Yield the programs of the result, and of the result with its gradients."""
     program = functools.partial(Program, errors=_largest_error, peer=side, group=group)
     forward = {"ours": ours, side: peer}
-    first = functools.partial(lambda sizes: _operands(sizes)[:3], sizes)
-    yield program(name, first, forward)
+    operands = functools.partial(_operands, sizes, dtype=dtype)
+    yield program(name, lambda: operands()[:3], forward)
     both = {side: with_gradient(x) for side, x in forward.items()}
-    yield program(f"{name}, with gradient", functools.partial(_operands, sizes), both)
+    yield program(f"{name}, with gradient", operands, both)
 
 
 def _programs(_: argparse.Namespace) -> Iterator[Program]:
@@ -159,6 +164,11 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         errors=_largest_error,
         group=_OVER_JNP,
     )
+    single = sized(2, 4096, 16, 16, 128)
+    yield from _pairs(
+        named("float32, causal", single), single, functools.partial(jtk.attention, is_causal=True),
+        _xla(is_causal=True), "XLA", _OVER_JNP, np.dtype(np.float32),
+    )  # fmt: skip
     yield from _of_bias(named("bias", sizes), sizes, peer_of, peer)
     yield from _functions(sizes, length, heads, named)
     yield _model_step()
