@@ -185,7 +185,7 @@ def attention_programs(mesh: Mesh) -> Iterator[Program]:
         jax.shard_map, mesh=mesh, in_specs=specs, out_specs=sequence, check_vma=False
     )
     shape = (2, 4096 * mesh.size, 16, 128)
-    how: Any = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    how: Any = "cudnn" if mesh.devices.flat[0].platform == "gpu" else "xla"
 
     def of_gathered(query: Any, key: Any, value: Any) -> Any:
         key, value = (lax.all_gather(x, "x", axis=1, tiled=True) for x in (key, value))

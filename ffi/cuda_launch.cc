@@ -85,18 +85,19 @@ class CallSite {
     if (CUresult error = driver.cuModuleGetFunction(&function, module, launch.entry.c_str())) {
       return "cuModuleGetFunction of " + launch.entry + ": " + driver.Text(error);
     }
-    if (launch.shared_memory_bytes <= kSharedMemoryWithoutOptIn) return function;
+    int taken = 0;
+    CUresult error =
+        driver.cuFuncGetAttribute(&taken, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function);
+    const unsigned all = launch.shared_memory_bytes + static_cast<unsigned>(taken);
+    if (!error && all <= kSharedMemoryWithoutOptIn) return function;
     // The limit is the device's maximum, because another call site may need more of the same
     // function.
     CUdevice device;
-    int most = 0, taken = 0;
-    CUresult error = driver.cuCtxGetDevice(&device);
+    int most = 0;
+    if (!error) error = driver.cuCtxGetDevice(&device);
     if (!error) {
       error = driver.cuDeviceGetAttribute(
           &most, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device);
-    }
-    if (!error) {
-      error = driver.cuFuncGetAttribute(&taken, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function);
     }
     if (!error) {
       error = driver.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,

@@ -202,6 +202,12 @@ def test_all_of_the_shared_memory(rng):
         np.testing.assert_array_equal(jax.jit(runner(plan_of(one)))(x), x[::-1])
 
 
+@needs_hopper
+def test_48_kb_of_dynamic_shared_memory_beside_static_one(rng):
+    x = rng.integers(-(2**15), 2**15, (3, 10_080), np.int16)
+    np.testing.assert_array_equal(jax.jit(jtk.sort)(x), np.sort(x))
+
+
 # -- Command buffers: XLA records a run of launches as a CUDA graph, and replays it. Since XLA does
 # so when it makes the thunks, the HLO does not show it; the dump of the thunks does, and the log.
 

@@ -180,6 +180,17 @@ def test_einsum_takes_the_hook_of_layers(rng):
     assert len(called) == 1
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+def test_outer_products_of_float64_are_rounded_once(rng, dtype):
+    with jax.enable_x64(True):
+        x, y = rng.standard_normal(40), rng.standard_normal(70)
+        found = jax.jit(functools.partial(jtk.tensordot, axes=0, preferred_element_type=dtype))
+        exact = np.outer(x, y).astype(np.float64)
+        np.testing.assert_array_equal(found(x, y), jnp.asarray(exact).astype(dtype))
+        text = found.trace(x, y).lower(lowering_platforms=("cuda",)).as_text()
+        assert "optimization_barrier" in text
+
+
 def test_outer_products_of_bfloat16_and_float16_have_the_exponents_of_both():
     """LLVM's product in float16 is infinite here, and has fewer bits of the small numbers."""
     x, y = jnp.array([1e6, -3e5, 1e-6, 3e-7], BF16), jnp.array([1e-3, 0.05, 1.1, 19.0], np.float16)

@@ -21,6 +21,7 @@ from jax_tilekern.plans.gemm.arithmetic import (
     BF16,
     F16,
     F32,
+    F64,
     FP8,
     INT8,
     SUB_BYTE_INTEGERS,
@@ -167,8 +168,9 @@ def product_by_lax(
         else:
             out = product(lhs.astype(out_dtype), rhs.astype(out_dtype), out_dtype=out_dtype)
     elif lowering_platform.value == "cuda" and _is_narrowed(contraction, lhs, rhs, out_dtype):
-        # LLVM would multiply in float16. Operands that were bfloat16 overflow there.
-        out = lax.optimization_barrier(product(lhs, rhs, out_dtype=np.float32)).astype(out_dtype)
+        # XLA and LLVM would multiply in the type of the result, in which operands are rounded and
+        # may overflow.
+        out = lax.optimization_barrier(product(lhs, rhs, out_dtype=lhs.dtype)).astype(out_dtype)
     else:
         out = product(lhs, rhs, out_dtype=out_dtype)
     return transposed(out, contraction.dot_general_out, contraction.out)
@@ -227,12 +229,14 @@ def _terms(contraction: Contraction, lhs: Array) -> int | None:
 
 
 def _is_narrowed(contraction: Contraction, lhs: Array, rhs: Array, out_dtype: Any) -> bool:
-    """Return whether XLA fuses products of float32 with their rounding to float16.
+    """Return whether XLA fuses products with their rounding, so that the operands are rounded.
 
-    It does where each product is an element of the result.
+    It does where nothing is contracted. Operands of float32 may have been bfloat16.
     """
-    types = (lhs.dtype, rhs.dtype, np.dtype(out_dtype))
-    return types == (F32, F32, F16) and _terms(contraction, lhs) == 1
+    k = math.prod(lhs.shape[contraction.lhs.index(label)] for label in contraction.contracted)
+    narrow = {F32: (F16,), F64: (F32, BF16, F16)}.get(lhs.dtype, ())
+    is_narrow = lhs.dtype == rhs.dtype and np.dtype(out_dtype) in narrow
+    return is_narrow and isinstance(k, int) and k == 1
 
 
 def _sums_narrow_integers(lhs: Array, rhs: Array, out_dtype: Any) -> bool:
