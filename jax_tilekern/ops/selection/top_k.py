@@ -86,7 +86,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, k: int) -> tuple[An
 
 
 def _refusal(x: Any, *, k: int) -> Fallback | None:
-    return Fallback("there is nothing to find", is_loss=False) if k == 0 else None
+    if k == 0 or x.shape[-1] == 1:
+        return Fallback("there is nothing to find", is_loss=False)
+    return None
 
 
 def _cuda(operands: Sequence[Operand], _: Any, *, k: int) -> PlannedKernel | Fallback:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.scans.column_scan import ColumnScan
 from jax_tilekern.plans.scans.problem import Scan
+from jax_tilekern.plans.scans.row_scan import RowScan
 
 # Measured on an H200, where arrays are small: a kernel, what tiles that look back take more, XLA's
 # cumulative reduction, and its levels of pairs (4 x 256 x 64).
@@ -16,18 +18,31 @@ _LONG, _XLA_LONG = 100_000, 9.5
 _XLA_SHARE = 0.29
 # The same of the kernels: 0.5 to 0.9 there.
 _SHARE = 0.7
+# XLA's cumulative reductions of sequences of so many elements are a fusion: 0.56 to 0.69 of the
+# bandwidth and a launch, by three calls of 7 to 26 MB on an H200. The kernel of columns had 0.35 in
+# one of these.
+_SHORT, _XLA_FUSION, _XLA_FUSION_SHARE, _SHORT_SHARE = 3, 1.5, 0.6, 0.35
+# An SM's cycles for a row of a warp, by rows of three elements on an H200: 25 and 29.
+_WARP_CYCLES = 25
 
 
-def kernel_microseconds(scan: Scan, gpu: Gpu, *, looks_back: bool) -> float:
-    launches = _KERNEL + (_LOOK_BACK if looks_back else 0.0)
-    return launches + _memory_microseconds(scan, gpu) / _SHARE
+def kernel_microseconds(scan: Scan, gpu: Gpu, kernel: RowScan | ColumnScan) -> float:
+    launches = _KERNEL + (_LOOK_BACK if kernel.tiles > 1 else 0.0)
+    memory = _memory_microseconds(scan, gpu)
+    memory /= _SHORT_SHARE if scan.length <= _SHORT else _SHARE
+    if isinstance(kernel, ColumnScan):
+        return launches + memory
+    cycles = scan.outer * kernel.warps * _WARP_CYCLES / gpu.sm_count
+    return launches + max(memory, cycles / gpu.rates.cycles_per_microsecond)
 
 
 def xla_microseconds(scan: Scan, gpu: Gpu) -> float:
-    launches = _XLA_LONG if scan.length >= _LONG else _XLA
+    memory = _memory_microseconds(scan, gpu)
+    if scan.length <= _SHORT and not scan.in_levels:
+        return _XLA_FUSION + memory / _XLA_FUSION_SHARE
     if scan.in_levels:
-        launches = _XLA_LEVELS
-    return launches + _memory_microseconds(scan, gpu) / _XLA_SHARE
+        return _XLA_LEVELS + memory / _XLA_SHARE
+    return (_XLA_LONG if scan.length >= _LONG else _XLA) + memory / _XLA_SHARE
 
 
 def _memory_microseconds(scan: Scan, gpu: Gpu) -> float:

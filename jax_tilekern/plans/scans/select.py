@@ -18,8 +18,10 @@ _MARGIN = 1.1
 
 def plan_scan(scan: Scan, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan scans along the innermost dimension, or along one with columns after it."""
+    if scan.length == 1 and current_policy() != "kernels":
+        return NoKernel("XLA fuses sequences of one element")
     kernel = RowScan(scan) if scan.columns == 1 else ColumnScan(scan, gpu.sm_count)
-    ours = kernel_microseconds(scan, gpu, looks_back=kernel.tiles > 1)
+    ours = kernel_microseconds(scan, gpu, kernel)
     xla = xla_microseconds(scan, gpu)
     times = PredictedUs(ours, xla)
     if current_policy() != "kernels" and xla <= _MARGIN * ours:
