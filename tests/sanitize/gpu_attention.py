@@ -27,14 +27,21 @@ def alternating(x: Any, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return s + x[(q - k) % 2]
 
 
-# Sizes of (batch, queries, keys, heads, key heads, features, value features), the shape of a bias,
-# and options.
-CALLS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
-    ((2, 300, 500, 2, 1, 64, 72), (), {}),
-    ((2, 300, 504, 2, 1, 128, 128), (1, 2, 300, 504), {}),
-    ((1, 500, 500, 2, 2, 128, 128), (1, 1, 1, 500), {"score_mod": slopes, "is_causal": True}),
-    ((2, 300, 500, 2, 1, 64, 72), (), {"score_mod": alternating}),
-]
+BF16, F32 = jnp.bfloat16, np.float32
+# A type, sizes of (batch, queries, keys, heads, key heads, features, value features), the shape of
+# a bias, and options.
+CALLS: list[tuple[Any, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
+    (BF16, (2, 300, 500, 2, 1, 64, 72), (), {}),
+    (BF16, (2, 300, 504, 2, 1, 128, 128), (1, 2, 300, 504), {}),
+    (
+        BF16, (1, 500, 500, 2, 2, 128, 128), (1, 1, 1, 500),
+        {"score_mod": slopes, "is_causal": True},
+    ),
+    (BF16, (2, 300, 500, 2, 1, 64, 72), (), {"score_mod": alternating}),
+    (F32, (2, 300, 500, 2, 1, 64, 72), (), {}),
+    (F32, (1, 300, 300, 2, 2, 128, 128), (), {"score_mod": slopes, "is_causal": True}),
+    (F32, (1, 200, 300, 2, 1, 96, 64), (), {"precision": jax.lax.Precision.HIGHEST}),
+]  # fmt: skip
 
 
 def everything(m: Any, options: dict[str, Any], operands: Any, d_out: Any, dots: Any) -> Any:
@@ -54,21 +61,20 @@ def everything(m: Any, options: dict[str, Any], operands: Any, d_out: Any, dots:
 def check_attention() -> int:
     """Run every call, its gradients and a tangent; return how many results were wrong."""
     wrong, rng = 0, np.random.default_rng(0)
-    for (b, t, s, n, k, h, d), bias, options in CALLS:
+    for dtype, (b, t, s, n, k, h, d), bias, options in CALLS:
         shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d), *([bias] if bias else [])
         operands, dots = (
-            tuple(jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in shapes)
-            for _ in range(2)
+            tuple(jnp.asarray(rng.standard_normal(x), dtype) for x in shapes) for _ in range(2)
         )
         if "score_mod" in options:
             operands, dots = (*operands, jnp.asarray(SLOPES)), (*dots, jnp.asarray(SLOPES))
-        d_out = jnp.asarray(rng.standard_normal((b, t, n, d)), jnp.bfloat16)
+        d_out = jnp.asarray(rng.standard_normal((b, t, n, d)), dtype)
         results = {}
-        for name, m in (("ours", jtk), ("exact", ORACLES)):
+        for name, m, precision in (("ours", jtk, None), ("exact", ORACLES, "highest")):
             given = operands, d_out, dots
             if name == "exact":
                 given = jax.tree.map(lambda x: x.astype(np.float32), given)
-            with jtk.policy("kernels"), jax.default_matmul_precision("highest"):
+            with jtk.policy("kernels"), jax.default_matmul_precision(precision):
                 results[name] = jax.jit(functools.partial(everything, m, options))(*given)
         for x, y in zip(results["ours"], results["exact"], strict=True):
             x, y = (np.asarray(z, np.float64) for z in (x, y))
