@@ -532,8 +532,32 @@ def figures() -> dict[str, str]:
             dict(_overview()),
         ),
         "fp8-training.svg": plots.curves(fp8_accuracy("training")),
+        "attention.svg": plots.ratios(
+            "the peer's time / our time, NVIDIA H200, jax 0.11.2 (right of 1: ours is faster)",
+            {
+                "over jnp": _speedups("attention_jnp"),
+                "over cuDNN": _speedups("attention_cudnn"),
+                "with a score function or a mask, over the same without": _speedups(
+                    "attention_functions"
+                ),
+            },
+        ),
         **{f"{name}.svg": _curves(name) for name in _TEXTS["counts"] if _has_counts()},
     }
+
+
+def _speedups(story: str) -> pd.Series[float]:
+    """Return the speedups of a story by the titles of its rows, of which some continue another."""
+    texts, found, first = _TEXTS["stories"][story], {}, ""
+    peer = next(iter(texts["sides"]))
+    for path, name, title in texts["rows"]:
+        label = title.replace("`", "")
+        if label == "with gradient":
+            label = f"{first}, {label}"
+        else:
+            first = label
+        found[label] = _ratio(_row(path, name), peer)
+    return pd.Series(found)
 
 
 def _overview() -> Iterator[tuple[str, pd.Series[float]]]:
