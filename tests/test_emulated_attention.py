@@ -368,6 +368,33 @@ def test_long_functions_of_a_difference_are_read(function, origins):
         assert number_of_difference(Scores(1.0, score_mod=score)) is None
 
 
+@pytest.mark.parametrize("reads_table", [False, True])
+def test_numbers_of_float64_exceed_float32(reads_table):
+    """They are read as they are, and gradients by them, which underflow, are not a kernel's."""
+    with jax.enable_x64(True):
+        x = jnp.arange(9.0, dtype=np.float64) * 40
+
+        def function(s, b, h, q, k):
+            number = x[q - k + 4] if reads_table else 80.0 * jnp.abs(q - k).astype(np.float64)
+            return jnp.log(jnp.exp(jnp.sin(number) + number) + jnp.exp(s.astype(np.float64)))
+
+        score, arrays = traced(function, "score_mod", np.dtype(np.float32))
+        scores = Scores(1.0, score_mod=score)
+        numbers = number_of_difference(scores)
+        read, own, position = numbers.as_array(scores, arrays, Sizes(1, 1, 5, 4))
+        assert 1e39 < float(own[position].max()) < np.inf
+        for q, k in itertools.product(range(5), range(4)):
+            of_place = [
+                compat.jaxpr_as_fun(score_jaxpr(x, np.dtype(np.float32), xs))(
+                    np.float32(0.5), *map(np.int32, (0, 0, q, k)), *xs
+                )
+                for x, xs in ((scores, arrays), (read, own))
+            ]
+            np.testing.assert_allclose(*of_place, rtol=1e-6)
+        if reads_table:
+            assert score_numbers(scores, (0,)) is None
+
+
 @needs_emulator
 @pytest.mark.parametrize("sign", [-1, 0])
 def test_scales_that_turn_the_order_of_scores(sign):

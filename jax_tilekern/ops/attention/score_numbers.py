@@ -161,8 +161,10 @@ class ScoreNumbers:
         differences = sizes.differences() if by_difference else jnp.zeros(1, np.int32)
         axes = Axes(True, True, by_difference)
         numbers = self._over_indices(own, sizes, axes, differences)(*own.of_score)
+        # Numbers of float64 may exceed float32.
+        dtype = functools.reduce(jnp.promote_types, (x.dtype for x in numbers), _F32)
         array = jnp.concatenate(
-            [jnp.broadcast_to(x.astype(_F32), (*sizes[:2], x.shape[2])) for x in numbers], -1
+            [jnp.broadcast_to(x.astype(dtype), (*sizes[:2], x.shape[2])) for x in numbers], -1
         )
         read = [*own.of_score, array, *([] if own.origins is None else [own.origins])]
         count = len(own.of_score)
@@ -316,6 +318,8 @@ def _numbers(scores: Scores, moving: Sequence[int], *, by_difference: bool) -> S
         "score" in depends.get(jaxpr.outvars[0], set())
         and 0 < len(numbers) <= (1 if by_difference else _MOST_NUMBERS)
         and all(x.aval.shape == () and jnp.issubdtype(x.aval.dtype, jnp.floating) for x in numbers)
+        # Derivatives by numbers are float32, which has not the range of float64.
+        and not (moving and any(x.aval.dtype == np.float64 for x in numbers))
     )
     if not is_covered:
         return None
