@@ -53,7 +53,7 @@ from jax_tilekern.ops.scans.cumulative import cumlogsumexp, cummax, cummin, cump
 from jax_tilekern.ops.scans.linear_recurrence import linear_recurrence
 
 # Loaded for what it replaces inside patch().
-from jax_tilekern.ops.segments import row_updates as _row_updates  # noqa: F401
+from jax_tilekern.ops.segments import jax_scatters as _jax_scatters  # noqa: F401
 from jax_tilekern.ops.segments.functions import (
     segment_max,
     segment_mean,

@@ -20,7 +20,7 @@ from numerics import assert_close, on_gpu, random
 
 import jax_tilekern as jtk
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.segments import row_updates
+from jax_tilekern.ops.segments import jax_scatters
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -190,7 +190,7 @@ def test_updates_of_rows(rng, monkeypatch, name, dtype):
         assert ours_in(function, *args) == ["tilekern_scatter_rows"]
         found = [function(*args)]
         # Where a GPU would take kernels.
-        monkeypatch.setattr(row_updates, "_bind", row_updates.by_segments)
+        monkeypatch.setattr(jax_scatters, "_bind", jax_scatters.by_segments)
         found.append(jax.jit(lambda *args: function(*args))(*args))
     assert ours_in(function, *args) == []
     for each in found:
@@ -199,7 +199,7 @@ def test_updates_of_rows(rng, monkeypatch, name, dtype):
 
 
 def test_the_sum_of_updates_and_the_table_is_rounded_once(monkeypatch):
-    monkeypatch.setattr(row_updates, "_bind", row_updates.by_segments)
+    monkeypatch.setattr(jax_scatters, "_bind", jax_scatters.by_segments)
     x, u = jnp.full((1, 1), -1000, jnp.bfloat16), jnp.asarray([[1000], [3.3]], jnp.bfloat16)
     with jtk.patch():
         assert x.at[np.zeros(2, int)].add(u) == u[1:]

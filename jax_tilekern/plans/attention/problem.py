@@ -26,7 +26,7 @@ MOST_STAGED_BYTES = 2048
 # The parts of a bias's gradient are in memory, of which the lengths take no product.
 _MOST_CHUNKS = 16
 _MOST_ROWS = 2**31 - 1
-# Arithmetics of float32 that three products of TF32 are as accurate as.
+# Arithmetics of float32 for which kernels add three products of TF32.
 _SPLIT = ("f32", "f32_emulated")
 
 
@@ -98,7 +98,7 @@ class Attention:
 
     @property
     def is_split(self) -> bool:
-        """Whether products are as accurate as float32: operands are two numbers of TF32 each."""
+        """Whether operands are two numbers of TF32 each, of which three products are added."""
         return self.arithmetic in _SPLIT
 
     @property
