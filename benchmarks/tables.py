@@ -208,7 +208,10 @@ def start() -> Iterator[str]:
         **{name: _speed(pattern) for name, pattern in _TEXTS["start"]["ratios"].items()},
         **{side: tokens for side, (_, tokens, _) in _mixture().items()},
         **{x: _number(_over_peer(*of)) for x, of in _TEXTS["start"]["rows"].items()},
-        "segments": _mean_and_slower(_select(drawn(), _TEXTS["start"]["segments"], "h200").ratio),
+        **{
+            x: _mean_and_slower(_select(drawn(), _TEXTS["start"][x], "h200").ratio)
+            for x in ("segments", "selection")
+        },
         "muon_of_two": _mean(_select(recorded(), "^`muon`", "h200x2").ratio),
         "products": _mean_and_slower(_select(drawn(), "^`matmul`", "h100").ratio),
         **{f"weights_{x}": _mean(_over_all(weights, x)) for x in ("bfloat16", "dequantised")},
