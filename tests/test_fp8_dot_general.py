@@ -1,6 +1,7 @@
 """``fp8_dot_general``: value and gradients, transformations, layers, and training."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,23 @@ def test_vectors_on_a_gpu(numbers):
     with jtk.gpu_target("sm_90"):
         text = jax.jit(jax.grad(loss, (0, 1))).trace(x, w).lower(lowering_platforms=("cuda",))
     assert "jax_tilekern_cuda_launch" in text.as_text()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_factors_of_an_outer_product_are_dequantised_once(rng, dtype):
+    x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((600, 1), (1, 700)))
+    program = jax.jit(lambda x, w: jtk.fp8_dot_general(x, w, PLAIN)).lower(x, w).compile()
+    # The function that computes 600 rows of 700 reads factors that are not of 8 bits.
+    (products,) = re.findall(
+        r"^%fused_computation[^\n]*\S+\[600,700\] \{\n(.*?)^\}", program.as_text(), re.M | re.S
+    )
+    assert "multiply" in products
+    assert "f8e4m3" not in products
+    x, w = np.asarray(x, F32), np.asarray(w, F32)
+    exact = rounded(x, (1, 128)) @ rounded(w.T, (128, 128)).T
+    error = np.abs(np.asarray(program(*map(jnp.asarray, (x, w), (dtype,) * 2)), F32) - exact)
+    # Both factors and the product are rounded in float32.
+    assert np.all(error <= (2.0**-22 + float(jnp.finfo(dtype).eps) / 2) * np.abs(exact))
 
 
 def test_types(rng):

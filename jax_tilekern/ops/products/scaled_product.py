@@ -112,6 +112,14 @@ def _by(
     return call.elementwise()(result, *operands[4:])
 
 
+def _contract_stored(lhs: Array, rhs: Array, *others: Array, **params: Any) -> Array:
+    call = params["contraction"]
+    if all(lhs.shape[call.lhs.index(label)] == 1 for label in call.contracted):
+        # XLA would fuse an outer product, and dequantise both factors for each of its elements.
+        lhs, rhs = lax.optimization_barrier((lhs, rhs))
+    return contract(lhs, rhs, *others, **params)
+
+
 _reference = functools.partial(_by, masked_product)
 _by_contraction = functools.partial(_by, contract)
 
@@ -185,7 +193,7 @@ def _sharding_rule(
 
 def _dequantised(why: str, params: Params) -> Rewrite:
     text = "the operands are dequantised, and multiplied in float32"
-    function = functools.partial(_by_contraction, **params)
+    function = functools.partial(_by, _contract_stored, **params)
     return Rewrite(f"{text}: {why}" if why else text, function)
 
 
