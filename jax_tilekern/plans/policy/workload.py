@@ -16,6 +16,7 @@ from jax_tilekern.plans.candidate import Costed, CostedCandidate
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gemm.geometry import distinct_matrices
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
+from jax_tilekern.plans.policy.xla_sorts import xla_sort_us
 
 if TYPE_CHECKING:
     from jax_tilekern.plans.add import AddedDims
@@ -36,16 +37,6 @@ _SHORT_NAMES = {
 _FAMILIES = ("wgmma", "split", "small", "mma", "simt", "rows", "columns")
 # Common tiles, and the SMs of the GPUs that share them.
 _TILE, _SMS = 128, 132
-# Sorts of rows by XLA, measured on an H200 for rows of 512 elements and more: microseconds of rows
-# of 512, and how many more each doubling takes; microseconds of an element, and of each pass over
-# the memory that rows of more than 4096 take.
-_XLA_SORTED_COLUMNS, _XLA_SORT, _XLA_SORT_DOUBLING = 512, 8.0, 9.5
-_XLA_SORTED_ELEMENT, _XLA_SHARED_COLUMNS, _XLA_SORT_PASS = 4.88e-5, 4096, 4e-6
-# One row, which XLA may give to CUB's radix sort: microseconds of any row, of an element by its
-# bytes, and of its index. Sorts of 64-bit elements with indices are none of CUB's. No time of 2
-# bytes is recorded: they are taken for twice 1.
-_CUB_SORT, _CUB_INDEX = 57.0, 1.2e-5
-_CUB_ELEMENT = {1: 4.2e-6, 2: 8.4e-6, 4: 3.4e-5, 8: 7.8e-5}
 _MOST_ZEROS = 7
 # The operation of a product with an epilogue.
 FUSED = "fused product"
@@ -285,32 +276,13 @@ def weight_workload(
 
 
 def sort_workload(rows: int, columns: int, dtype: np.dtype[Any], indices: bool = False) -> Workload:
-    """Return the work of a sort of rows, with an estimate of XLA's time where it is known."""
+    """Return the work of a sort of rows, with an estimate of XLA's time."""
     elements = rows * columns
     features = (
         *map(math.log2, (rows, columns)),
         dtype.itemsize,
         dtype.kind in "iu",
     )
-    estimate = None
-    if columns >= _XLA_SORTED_COLUMNS:
-        estimate = xla_network_sort(rows, columns)
-        if rows == 1 and dtype.itemsize + 4 * indices <= 8:
-            estimate = min(estimate, cub_sort(columns, dtype.itemsize, indices))
+    estimate = xla_sort_us(rows, columns, dtype.itemsize, indices)
     total = 2 * elements * dtype.itemsize
     return Workload("sort", 0, total, "", tuple(map(float, features)), estimate=estimate)
-
-
-def xla_network_sort(rows: int, columns: int) -> float:
-    """Return the microseconds of XLA's sorting network for rows of an array of 512 and more."""
-    doublings = max(0, math.log2(columns / _XLA_SORTED_COLUMNS))
-    # Each doubling of rows beyond those in shared memory has a pass more than the one before.
-    long = max(0, math.ceil(math.log2(columns / _XLA_SHARED_COLUMNS)))
-    passes = long * (long + 1) / 2 + long
-    of_element = _XLA_SORTED_ELEMENT + passes * _XLA_SORT_PASS
-    return max(_XLA_SORT + doublings * _XLA_SORT_DOUBLING, rows * columns * of_element)
-
-
-def cub_sort(columns: int, itemsize: int, indices: bool) -> float:
-    """Return the microseconds of CUB's radix sort of a row, by which XLA may sort it."""
-    return _CUB_SORT + columns * (_CUB_ELEMENT[itemsize] + _CUB_INDEX * indices)

@@ -34,6 +34,9 @@ _STATIC_SHARED_BYTES = 128
 # Fitted to times on an H200: cycles of an SM for an element of each lane of a warp in a pass, and
 # for the counts of a pass.
 _ITEM_CYCLES, _PASS_CYCLES = 16, 340
+# Elements of 64 bits: cycles of an SM for an element of a tile, of two digits and comparisons of
+# elements of a part, and passes that take as long where a CTA waits for itself.
+_WIDE_CYCLES, _WIDE_PASSES = 3.3, 3
 # A warp to a row: instructions of a step of the sort for an element of each lane, with 32-bit
 # numbers, how many an SM issues in a cycle, and the cycles of each where a warp waits for itself.
 _WARP_THREADS, _WARP_ITEMS = 128, 8
@@ -159,11 +162,10 @@ def _warp_cycles(problem: SortedRows, items: int, gpu: Gpu) -> float:
 
 def _cycles(problem: SortedRows, tile: Tile, gpu: Gpu) -> float:
     """Estimate the time of a sort."""
-    passes = problem.passes
-    warps = tile.threads // WARP
-    busy = math.ceil(problem.rows / gpu.sm_count) * (
-        warps * tile.items * _ITEM_CYCLES + _PASS_CYCLES
-    )
-    alone = tile.items * ITEM_LATENCY + PASS_LATENCY
-    busy = passes * max(alone, busy)
+    wide = problem.dtype.itemsize == 8
+    passes = _WIDE_PASSES if wide else problem.passes
+    of_pass = tile.threads // WARP * tile.items * _ITEM_CYCLES + _PASS_CYCLES
+    of_row = tile.columns * _WIDE_CYCLES if wide else passes * of_pass
+    alone = passes * (tile.items * ITEM_LATENCY + PASS_LATENCY)
+    busy = max(alone, math.ceil(problem.rows / gpu.sm_count) * of_row)
     return gpu.rates.launch_cycles + max(busy, problem.bytes / gpu.rates.memory_bandwidth)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import PredictedUs
-from jax_tilekern.plans.policy.workload import cub_sort, xla_network_sort
+from jax_tilekern.plans.policy.xla_sorts import network_sort_us, xla_sort_us
 from jax_tilekern.plans.selection.sorted_rows import COLUMN_BYTES
 
 # Bytes of memory that are read for an element at a random place.
@@ -41,7 +41,8 @@ class SortedOperands:
             + elements * (COLUMN_BYTES + _SECTOR_BYTES + size) / rates.memory_bandwidth
             for size in moved
         )
-        xla = xla_network_sort(self.rows, self.columns)
-        if self.rows == 1 and not others and len(self.payloads) <= 1:
-            xla = min(xla, cub_sort(self.columns, first, bool(self.payloads)))
+        if others or len(self.payloads) > 1:
+            xla = network_sort_us(self.rows, self.columns, first)
+        else:
+            xla = xla_sort_us(self.rows, self.columns, first, bool(self.payloads))
         return PredictedUs(sum(found) + gathers / rates.cycles_per_microsecond, xla)
