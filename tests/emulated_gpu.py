@@ -11,6 +11,7 @@ import emulated_plans
 import jax
 import numpy as np
 import pytest
+from jax._src import config
 from jax.interpreters import mlir
 from products import H100
 
@@ -55,6 +56,7 @@ def emulated_gpu(gpu=SMALL_H100, *, policy="kernels", **how):
             ran.append(plan)
             shapes = [(aval.shape, aval.dtype) for aval in avals]
             arrays = [np.asarray(x) for x in arrays]
+            assert [x.dtype for x in arrays] == [aval.dtype for aval in inputs]
             return emulated_plans.run_plan(
                 plan, recorded, arrays, shapes, aliases=aliases or {}, **how
             )
@@ -68,12 +70,21 @@ def emulated_gpu(gpu=SMALL_H100, *, policy="kernels", **how):
         values = mlir.lower_fun(call, multiple_results=True)(inner, *operands)
         return values[: len(ctx.avals_out)]
 
-    with emulated_plans.record() as recorded, jtk.policy(policy), gpu_target(gpu):
+    with (
+        emulated_plans.record() as recorded,
+        jtk.policy(policy),
+        gpu_target(gpu),
+        jax.enable_x64(jax.config.jax_enable_x64),
+    ):
         planned_kernel._plan_once.cache_clear()
         operation._outcome, ffi.cuda_launch = cuda_outcome, emulated_launch
+        # XLA calls back on threads of its own, which have no context of this one.
+        of_threads = config.enable_x64.get_global()
+        jax.config.update("jax_enable_x64", True)
         try:
             yield ran
         finally:
+            jax.config.update("jax_enable_x64", of_threads)
             operation._outcome, ffi.cuda_launch = outcome, launch
             jax.clear_caches()
 

@@ -480,6 +480,7 @@ def test_devices_share_queries():
 # Bad input.
 
 _F = functools.partial(jnp.zeros, dtype=np.float32)
+_EMPTY = _F((0, 3))
 BAD = {
     "types": (ValueError, "one type", {"key": KEY.astype(jnp.bfloat16)}),
     "nothing": (TypeError, "NoneType'> as query", {"query": None}),
@@ -503,6 +504,15 @@ BAD = {
     "windows": (ValueError, "two", {"local_window_size": (1, 2, 3)}),
     "scale": (TypeError, "scale", {"scale": "large"}),
     "function": (TypeError, "function", {"score_mod": 3}),
+    "a string": (
+        TypeError, "score_mod <lambda> returns 'x'; it must return one scalar",
+        {"score_mod": lambda *_: "x"},
+    ),
+    "an empty table": (
+        ValueError, r"score_mod <lambda> reads .* without elements, of shape \(0, 3\); give",
+        {"score_mod": lambda s, b, h, q, k: s + _EMPTY[q, k]},
+    ),
+    "an index": (IndexError, "of range", {"score_mod": lambda s, *_: s + (1, 2)[3]}),
     "arguments": (TypeError, "5 scalars", {"score_mod": lambda s: s}),
     "result": (TypeError, "one scalar", {"score_mod": lambda s, b, h, q, k: SLOPES}),
     "results": (TypeError, "one scalar", {"score_mod": lambda s, b, h, q, k: (s, s)}),

@@ -377,3 +377,13 @@ def test_groups(seed, ragged):
         rng, product, candidate, [lhs, rhs, bounds.ravel()], shape, g.out_strides,
         expected.reshape(shape), magnitudes.reshape(shape),
     )  # fmt: skip
+
+
+def test_operands_of_64_bits_reach_kernels_on_all_threads(rng):
+    """XLA's threads call back, which lack the contexts of the thread that calls the function."""
+    x = rng.standard_normal((40, 57))
+    with jax.enable_x64(True), emulated_gpu() as ran:
+        found = jax.jit(lambda x: [jtk.transpose(i * x, (1, 0)) for i in range(1, 25)])(x)
+    assert len(ran) == 24
+    for i, result in enumerate(found, 1):
+        np.testing.assert_array_equal(result, i * x.T, strict=True)

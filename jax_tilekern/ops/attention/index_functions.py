@@ -159,6 +159,10 @@ def _kept(*_: Any) -> list[tuple[IndexFunction, list[Array]]]:
     return []
 
 
+def _is_empty(x: Any) -> bool:
+    return isinstance(x, Array | np.ndarray) and x.size == 0
+
+
 def _traced(
     function: Callable[..., Any], argument: str, score: np.dtype[Any] | None
 ) -> tuple[IndexFunction, list[Array]]:
@@ -171,10 +175,27 @@ def _traced(
             f"{called} does not take {len(scalars)} scalars, ({first}batch, head, query_index, "
             "key_index)"
         )
-    # Arrays that vary over a mesh become operands, whose types say nothing of it.
-    with compat.without_casts_to_varying():
-        # make_jaxpr keeps what it traced of a function, whatever the function reads since.
-        traced, result = jax.make_jaxpr(lambda *x: function(*x), return_shape=True)(*scalars)
+
+    def checked(*values: Any) -> Any:
+        result = function(*values)
+        for leaf in jax.tree.leaves(result):
+            if not isinstance(leaf, (Array, *_NOT_JAX_ARRAYS)):
+                raise TypeError(f"{called} returns {leaf!r}; it must return one scalar")
+        return result
+
+    try:
+        # Arrays that vary over a mesh become operands, whose types say nothing of it.
+        with compat.without_casts_to_varying():
+            # make_jaxpr keeps what it traced of a function, whatever the function reads since.
+            traced, result = jax.make_jaxpr(checked, return_shape=True)(*scalars)
+    except IndexError as error:
+        empty = [jnp.shape(x) for x in jax.tree.leaves(UserFunction(function).read) if _is_empty(x)]
+        if not empty:
+            raise
+        raise ValueError(
+            f"{called} reads an element of an array without elements, of shape "
+            f"{' or '.join(map(str, empty))}; give the array the elements that the indices number"
+        ) from error
     if getattr(result, "shape", None) != ():
         raise TypeError(f"{called} returns {result}; it must return one scalar")
     kind, wanted = ("b", "a boolean") if score is None else ("f", "a real number")
