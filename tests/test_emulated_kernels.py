@@ -263,6 +263,9 @@ def test_index_sort(rng, rows, segments):
         ("random", 300, 2000, 2, 36),
         ("random", 300, 40, 1, 200),
         ("equal", 3000, 1, 1, 8),
+        # CTAs share the columns of the parts, of few and of many workers.
+        ("random", 300, 10, 1, 900),
+        ("equal", 3000, 1, 1, 600),
         ("equal", 40, 7, 1, 1),
         ("outside", 500, 7, 1, 3),
         ("random", 1, 1, 1, 1),

@@ -237,9 +237,12 @@ __global__ void __launch_bounds__(kSegmentThreads)
       part.take(values);
     }
   };
+  // CTAs of one number along x share the tiles of columns.
+  const int64 first_column = static_cast<int64>(blockIdx.y) * kLanes * kVector;
+  const int64 next = static_cast<int64>(gridDim.y) * kLanes * kVector;
   const bool is_few = own.worker - own.first <= kFew;
   if (is_few && own.worker != 0) {
-    for (int64 column = lane * kVector; column < shape.columns; column += kLanes * kVector) {
+    for (int64 column = first_column + lane * kVector; column < shape.columns; column += next) {
       Reduced<Operation, Value, kVector> part;
       take(part, own, 0, 1, column);
       store_values(out + own.row * shape.columns + column, part.values);
@@ -250,7 +253,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
   for (uint32 i = 0; i < kGroups; ++i) {
     const Span span = spans[i];
     if (span.worker == 0) continue;
-    for (int64 tile = 0; tile < shape.columns; tile += kLanes * kVector) {
+    for (int64 tile = first_column; tile < shape.columns; tile += next) {
       const int64 column = tile + lane * kVector;
       Reduced<Operation, Value, kVector> part;
       if (column < shape.columns) take(part, span, group, kGroups, column);

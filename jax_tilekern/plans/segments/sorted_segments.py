@@ -17,6 +17,8 @@ _FILE = "segments/sorted_segments.cuh"
 _THREADS = 256
 # Threads for each SM: some rounds of those that it holds, so that the last one is short.
 _THREADS_OF_SM = 2048
+# CTAs of an SM that combine parts, unless there are more workers.
+_COMBINING_CTAS_OF_SM = 4
 # A worker's search for its items, and its two parts, are worth so many items.
 _LEAST_ITEMS = 16
 # 16-byte loads of a thread that are in flight at once.
@@ -82,16 +84,19 @@ class SortedSegments:
             r.tiles,
         )
         groups = _THREADS // r.lanes
+        ctas = math.ceil(self.workers / groups)
+        # Where few CTAs combine parts of wide rows, more of them share the columns.
+        shared = min(r.tiles, math.ceil(self.sm_count * _COMBINING_CTAS_OF_SM / ctas))
         launches = (
             Launch(
                 entry=compiled.entry(reduce.name),
-                grid=(math.ceil(self.workers / groups) * r.tiles, 1, 1),
+                grid=(ctas * r.tiles, 1, 1),
                 block=(_THREADS, 1, 1),
                 parameters=(order, bounds, heads, tails, result, shape, *edge_map.parameters()),
             ),
             Launch(
                 entry=compiled.entry(combine.name),
-                grid=(math.ceil(self.workers / groups), 1, 1),
+                grid=(ctas, shared, 1),
                 block=(_THREADS, 1, 1),
                 parameters=(bounds, heads, tails, result, shape),
             ),
