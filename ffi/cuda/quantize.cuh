@@ -1,7 +1,8 @@
 // Quantises matrices to 8-bit floats with a scale for each block.
 //
-// A CTA reads a tile of 128x128 once. It writes the tile quantised in blocks along rows, and with
-// kTransposed also the transpose of the tile quantised in blocks along columns.
+// A CTA reads a tile once, of 128x128, or of 32x128 where no block has several rows. It writes the
+// tile quantised in blocks along rows, and with kTransposed also the transpose of the tile
+// quantised in blocks along columns.
 #pragma once
 
 #include "block_scale.cuh"
@@ -9,7 +10,6 @@
 
 namespace tilekern {
 
-inline constexpr int kQuantizeThreads = 256;
 inline constexpr int kQuantizeTile = 128;
 // A thread has 8 rows by 8 columns.
 inline constexpr int kQuantizePatch = 8;
@@ -25,18 +25,23 @@ struct QuantizeShape {
 
 // kSquare blocks are 128x128, others 1x128. With kAligned, 8 adjacent elements of `x`, of `values`
 // and of `transposed` have one alignment, and rows consist of them. A thread then has adjacent rows
-// and columns. Otherwise it has each 16th, so that threads load and store adjacent elements.
+// and columns. Otherwise it has each 16th column, and each 16th row of 128 or each 4th of 32, so
+// that threads load and store adjacent elements.
 template <typename T, typename Q, bool kSquare, bool kTransposed, bool kPowerOfTwo, bool kAligned>
 class QuantizeTile {
+ public:
+  static constexpr int kThreads = kSquare || kTransposed ? 256 : 64;
+
+ private:
   static constexpr int kPatch = kQuantizePatch;
   static constexpr int kVectorBytes = kAligned ? min_of<int>(16, kPatch * sizeof(T)) : sizeof(T);
   static constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));
-  static constexpr int kWarps = kQuantizeThreads / 32;
-  static constexpr int kParts = kQuantizeTile / kPatch;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kParts = kQuantizeTile / kPatch, kRowParts = kThreads / kParts;
   // From the first row or column of a part's thread to that of the next part, and from one of a
   // thread to its next one.
   static constexpr int kOfPart = kAligned ? kPatch : 1;
-  static constexpr int kNext = kAligned ? 1 : kParts;
+  static constexpr int kNext = kAligned ? 1 : kParts, kNextRow = kAligned ? 1 : kRowParts;
 
  public:
   // Eight quantised bytes.
@@ -57,7 +62,7 @@ class QuantizeTile {
         matrix_(blockIdx.x / (shape.row_tiles * shape.column_tiles)),
         tile_row_(blockIdx.x / shape.column_tiles % shape.row_tiles),
         tile_column_(blockIdx.x % shape.column_tiles),
-        row_(tile_row_ * kQuantizeTile + threadIdx.x / kParts * kOfPart),
+        row_(tile_row_ * kRowParts * kPatch + threadIdx.x / kParts * kOfPart),
         column_(tile_column_ * kQuantizeTile + threadIdx.x % kParts * kOfPart) {}
 
   void run(const T* x, Q* values, float* scales, Q* transposed, float* transposed_scales) {
@@ -82,7 +87,7 @@ class QuantizeTile {
     for (int i = 0; i < kPatch; ++i) {
 #pragma unroll
       for (int j = 0; j < kPatch; j += kVector) {
-        const int row = row_ + i * kNext, column = column_ + j * kNext;
+        const int row = row_ + i * kNextRow, column = column_ + j * kNext;
         if (row < shape_.rows && column < shape_.columns) {
           vectors_[i][j / kVector] =
               load_once<kVectorBytes>(x + static_cast<int64>(row) * shape_.columns + column);
@@ -198,7 +203,7 @@ class QuantizeTile {
     }
     const float row = fmaxf(largest[0], __shfl_xor_sync(0xffffffff, largest[0], kPatch));
     const BlockScale of_row = block_scale<Q, kPowerOfTwo>(row);
-    const int own = row_ + lane % kPatch * kNext;
+    const int own = row_ + lane % kPatch * kNextRow;
     if (lane % 16 < kPatch && own < shape_.rows) {
       scales[static_cast<int64>(tile_column_) * shape_.rows + own] = of_row.scale;
     }
@@ -252,7 +257,7 @@ class QuantizeTile {
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
       const Bytes bytes = rounded<kSpecial>([&](int j) { return element_at(i, j) * factor(i); });
-      const int row = row_ + i * kNext;
+      const int row = row_ + i * kNextRow;
       if (row >= shape_.rows) continue;
       store_bytes(values + static_cast<int64>(row) * shape_.columns, column_, shape_.columns,
                   bytes);
@@ -275,7 +280,7 @@ class QuantizeTile {
   void store_columns(Q* transposed) const {
     const int part = threadIdx.x % kParts, first = tile_row_ * kQuantizeTile + part * kOfPart;
 #pragma unroll
-    for (int i = 0; i < kQuantizeTile; i += kQuantizeThreads / kParts) {
+    for (int i = 0; i < kQuantizeTile; i += kRowParts) {
       const int row = threadIdx.x / kParts + i, column = tile_column_ * kQuantizeTile + row;
       if (column >= shape_.columns) break;
       const int writer = row / kOfPart % kParts;
@@ -312,7 +317,9 @@ class QuantizeTile {
 // Scales of 1x128 blocks are written with those of adjacent rows, or columns, adjacent; those of
 // square blocks are row-major.
 template <typename T, typename Q, bool kSquare, bool kTransposed, bool kPowerOfTwo, bool kAligned>
-__global__ void __launch_bounds__(kQuantizeThreads, 2)
+__global__ void __launch_bounds__(
+    QuantizeTile<T, Q, kSquare, kTransposed, kPowerOfTwo, kAligned>::kThreads,
+    512 / QuantizeTile<T, Q, kSquare, kTransposed, kPowerOfTwo, kAligned>::kThreads)
     quantize(const T* x, Q* values, float* scales, Q* transposed, float* transposed_scales,
              const __grid_constant__ QuantizeShape shape) {
   using Tile = QuantizeTile<T, Q, kSquare, kTransposed, kPowerOfTwo, kAligned>;

@@ -17,10 +17,9 @@ from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32, FP8
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 
-# Rows and columns of a block, and of a CTA's tile.
+# Rows and columns of a block.
 BLOCK = 128
-_THREADS = 256
-# Adjacent elements of a thread.
+# Rows and columns of a thread, adjacent ones if rows are aligned.
 _PATCH = 8
 QUANTIZED_DTYPES = (BF16, F16, F32)
 # Elements of a row that a scale may have besides whole rows, and the types of integers.
@@ -78,6 +77,11 @@ class Quantized:
         return self.columns % _PATCH == 0 and not (self.transposed and self.rows % _PATCH)
 
     @property
+    def tile_rows(self) -> int:
+        """Rows of a CTA's tile, which has 128 columns. Short tiles share SMs more evenly."""
+        return BLOCK if self.square or self.transposed else 32
+
+    @property
     def kernel(self) -> Kernel:
         types = f"{CXX_TYPES[self.dtype]}, {CXX_TYPES[self.quantized]}"
         flags = (self.square, self.transposed, self.power_of_two, self.aligned)
@@ -90,7 +94,7 @@ def plan_quantize(problem: Quantized, gpu: Gpu) -> LaunchPlan | NoKernel:
         return NoKernel(f"{gpu.arch} has no instruction that rounds to 8-bit floats")
     if problem.dtype not in QUANTIZED_DTYPES or problem.quantized not in FP8:
         return NoKernel(f"no kernel quantises {problem.dtype} to {problem.quantized}")
-    tiles = math.ceil(problem.rows / BLOCK), math.ceil(problem.columns / BLOCK)
+    tiles = math.ceil(problem.rows / problem.tile_rows), math.ceil(problem.columns / BLOCK)
     ctas = problem.matrices * math.prod(tiles)
     if max(ctas, problem.rows, problem.columns) > MAX_INT32 - BLOCK:
         return NoKernel("a launch has at most 2**31 CTAs")
@@ -100,7 +104,7 @@ def plan_quantize(problem: Quantized, gpu: Gpu) -> LaunchPlan | NoKernel:
     launch = Launch(
         entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
         grid=(ctas, 1, 1),
-        block=(_THREADS, 1, 1),
+        block=(problem.tile_rows * BLOCK // _PATCH**2, 1, 1),
         parameters=(
             Buffer(0),
             *map(Buffer, results),
