@@ -11,7 +11,7 @@ from emulated_gpu import emulated_gpu
 from jax import export, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from numerics import F8E4, F8E5, roundoff
+from numerics import F8E4, F8E5, on_gpu, roundoff
 from nvrtc_mark import needs_emulator, needs_nvrtc
 from sharded import devices
 
@@ -85,6 +85,7 @@ def test_vectors_on_a_gpu(numbers):
     assert "jax_tilekern_cuda_launch" in text.as_text()
 
 
+@pytest.mark.skipif(on_gpu(), reason="a CPU's program")
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_factors_of_an_outer_product_are_dequantised_once(rng, dtype):
     x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((600, 1), (1, 700)))

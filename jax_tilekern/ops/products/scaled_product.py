@@ -115,7 +115,7 @@ def _by(
 def _contract_stored(lhs: Array, rhs: Array, *others: Array, **params: Any) -> Array:
     call = params["contraction"]
     if all(lhs.shape[call.lhs.index(label)] == 1 for label in call.contracted):
-        # XLA would fuse an outer product, and dequantise both factors for each of its elements.
+        # On CPUs XLA would dequantise both factors for each element of an outer product.
         lhs, rhs = lax.optimization_barrier((lhs, rhs))
     return contract(lhs, rhs, *others, **params)
 
@@ -191,16 +191,18 @@ def _sharding_rule(
 # Lowering.
 
 
-def _dequantised(why: str, params: Params) -> Rewrite:
+def _dequantised(
+    why: str, params: Params, by: Callable[..., list[Array]] = _by_contraction
+) -> Rewrite:
     text = "the operands are dequantised, and multiplied in float32"
-    function = functools.partial(_by, _contract_stored, **params)
-    return Rewrite(f"{text}: {why}" if why else text, function)
+    return Rewrite(f"{text}: {why}" if why else text, functools.partial(by, **params))
 
 
 def _cpu(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
     why = "kernels are for Hopper GPUs" if _Call(**params).is_grouped else ""
     transposed = tuple(_is_transposed(x) for x in operands[:2])
-    return _dequantised(why, {**params, "transposed": transposed})
+    stored = functools.partial(_by, _contract_stored)
+    return _dequantised(why, {**params, "transposed": transposed}, stored)
 
 
 def _is_transposed(x: Operand) -> bool:

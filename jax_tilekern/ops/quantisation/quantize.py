@@ -430,12 +430,14 @@ def _cuda(
     both: bool,
     symmetric: bool,
 ) -> Outcome:
-    if dtype not in FP8 or block[1] != BLOCK:
+    (x,) = operands
+    *leading, rows, columns = x.aval.shape
+    # XLA fuses vectors with the outer products that read them.
+    is_vector = columns == 1 or (block[0] == BLOCK and rows == 1)
+    if dtype not in FP8 or block[1] != BLOCK or is_vector:
         return _by_xla(
             block=block, dtype=dtype, power_of_two=power_of_two, both=both, symmetric=symmetric
         )
-    (x,) = operands
-    *leading, rows, columns = x.aval.shape
     problem = Quantized(
         math.prod(leading), rows, columns, x.aval.dtype, dtype,
         square=block[0] == BLOCK, transposed=both, power_of_two=power_of_two,
