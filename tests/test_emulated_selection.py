@@ -413,3 +413,14 @@ def test_kernels_do_not_spill(dtype):
         assert not isinstance(plan, NoKernel), plan
         for launch in plan.launches:
             assert launch.entry.spill_bytes == launch.entry.stack_bytes == 0, plan
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(("columns", "is_sorted"), [(32, True), (128, True), (1000, False)])
+def test_medians_of_short_rows_are_those_of_sorted_rows(columns, is_sorted, dtype):
+    x = jax.ShapeDtypeStruct((2**21 // columns, columns), dtype)
+    with policy("auto"), jtk.gpu_target("H200"):
+        found = jtk.explain(lambda x: jtk.median(x, 1), x)
+    search, *sorts = found
+    assert (search.reason == "a sort of the rows is predicted as fast") == is_sorted
+    assert [y.kernel is not None for y in sorts] == [True] * is_sorted

@@ -13,8 +13,9 @@ from jax import Array
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.originals import jnp, lax
-from jax_tilekern.ops.along_axis import columns_of, define_along_axis, rule_along_axis
+from jax_tilekern.ops.along_axis import define_along_axis, rule_along_axis
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.selection.sort import sorted_rows
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.selection.order_statistics import OrderStatistics, plan_order_statistics
 from jax_tilekern.primitives.operation import (
@@ -35,10 +36,7 @@ def order_statistics(x: Array, ranks: Array) -> Array:
 
 
 def _reference(x: Array, ranks: Array, *, indices: bool) -> list[Array]:
-    operands = [x]
-    if indices:
-        operands.append(columns_of(x))
-    results = lax.sort(operands, num_keys=1)
+    results = sorted_rows(x, values=True, indices=indices)
     found = [jnp.take(y, ranks, -1, mode="clip") for y in results]
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return found

@@ -33,7 +33,7 @@ def xla_sort_us(rows: int, columns: int, itemsize: int, indices: bool = False) -
 
 
 def network_sort_us(rows: int, columns: int, itemsize: int) -> float:
-    """Return the time of XLA's sorting network, which any number of operands may take."""
+    """Return the time of XLA's sorting network, by the bytes of an element of all operands."""
     elements = rows * columns
     if columns <= 2:
         return _FUSED + elements * (_FUSED_ELEMENT + itemsize * _FUSED_BYTE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,19 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import WARP, Gpu
-from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.launch import (
+    MAX_INT32,
+    NOT_PREDICTED,
+    Buffer,
+    Launch,
+    LaunchPlan,
+    NoKernel,
+    Scalars,
+)  # fmt: skip
 from jax_tilekern.plans.policy import plan_choice
 from jax_tilekern.plans.policy.workload import sort_workload
+from jax_tilekern.plans.selection.sort_rows import sort_rows_candidate
+from jax_tilekern.plans.selection.sorted_rows import SortedRows
 from jax_tilekern.plans.selection.tile import (
     COUNTED_TILES,
     ORDERED_DTYPES,
@@ -87,8 +98,27 @@ def plan_order_statistics(problem: OrderStatistics, gpu: Gpu) -> LaunchPlan | No
     if tile is None:
         return NoKernel(f"rows of {problem.columns} (at most {COUNTED_TILES[-1].columns})")
     candidate = OrderStatisticsCandidate(problem, tile, _cycles(problem, tile, gpu))
-    workload = sort_workload(problem.rows, problem.columns, problem.dtype)
-    return plan_choice(workload, [candidate], gpu)
+    workload = sort_workload(problem.rows, problem.columns, problem.dtype, problem.indices)
+    sorted_us = _sorted_us(problem, gpu)
+    if workload.estimate is None or sorted_us >= workload.estimate:
+        return plan_choice(workload, [candidate], gpu)
+    # The rows are sorted by a kernel, too, where that is faster than the search.
+    found = plan_choice(dataclasses.replace(workload, estimate=sorted_us), [candidate], gpu)
+    if isinstance(found, NoKernel) and found.predicted_us != NOT_PREDICTED:
+        return dataclasses.replace(found, reason="a sort of the rows is predicted as fast")
+    return found
+
+
+def _sorted_us(problem: OrderStatistics, gpu: Gpu) -> float:
+    """Estimate the microseconds of a sort of rows, and of taking elements of them."""
+    sort = SortedRows(
+        problem.rows, problem.columns, problem.dtype, "ascending", True, problem.indices
+    )
+    candidate = sort_rows_candidate(sort, gpu)
+    if candidate is None:
+        return math.inf
+    cycles = candidate.cycles + gpu.rates.next_launch_cycles
+    return cycles / gpu.rates.cycles_per_microsecond
 
 
 def _cycles(problem: OrderStatistics, tile: Tile, gpu: Gpu) -> float:

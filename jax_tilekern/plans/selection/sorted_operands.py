@@ -41,8 +41,7 @@ class SortedOperands:
             + elements * (COLUMN_BYTES + _SECTOR_BYTES + size) / rates.memory_bandwidth
             for size in moved
         )
-        if others or len(self.payloads) > 1:
-            xla = network_sort_us(self.rows, self.columns, first)
-        else:
-            xla = xla_sort_us(self.rows, self.columns, first, bool(self.payloads))
+        xla = network_sort_us(self.rows, self.columns, sum(self.keys) + sum(self.payloads))
+        if not others and len(self.payloads) <= 1:
+            xla = min(xla, xla_sort_us(self.rows, self.columns, first, bool(self.payloads)))
         return PredictedUs(sum(found) + gathers / rates.cycles_per_microsecond, xla)
