@@ -181,6 +181,23 @@ def test_says_why_xla_takes_a_call():
     assert choice.reason.startswith("nothing is contracted")
 
 
+@pytest.mark.parametrize(
+    ("function", "arrays"),
+    [
+        (lambda x, w, b: jtk.linear(x, w, b, jax.nn.gelu), [(5, 1), (1, 4), (4,)]),
+        (lambda x, w: jtk.matmul(x, w, epilogue=jtk.row_max), [(5, 1), (1, 4)]),
+        (jtk.gated_linear, [(5, 1), (1, 4), (1, 4)]),
+        (lambda h, w: jtk.linear_cross_entropy(h, w, jnp.zeros(5, int)), [(5, 1), (1, 4)]),
+    ],
+)
+def test_xla_fuses_outer_products_with_their_epilogues(function, arrays):
+    arrays = [jnp.ones(shape, jnp.bfloat16) for shape in arrays]
+    with jtk.gpu_target("sm_90"):
+        choices = jtk.explain(function, *arrays, platform="cuda")
+    assert not any(choice.kernel for choice in choices)
+    assert any("nothing is contracted" in choice.reason for choice in choices)
+
+
 def test_an_array_in_place_of_the_function_is_refused():
     x = jnp.ones((4, 4))
     with pytest.raises(TypeError, match=r"as in explain\(matmul, a, b\), and got ArrayImpl"):

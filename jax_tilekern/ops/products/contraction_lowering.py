@@ -358,6 +358,15 @@ def _planner(
     return Planner(functools.partial(_refusal, platform), plan)
 
 
+NOT_CONTRACTED = "nothing is contracted, and XLA fuses an outer product into what uses it"
+
+
+def contracts_nothing(lhs: Any, contraction: Contraction) -> bool:
+    """Return whether a product without groups is one of vectors, element by element."""
+    sizes = dict(zip(contraction.lhs, lhs.shape, strict=True))
+    return all(sizes[x] == 1 for x in contraction.contracted)
+
+
 def _refusal(
     platform: Platform,
     lhs: Any,
@@ -368,13 +377,11 @@ def _refusal(
     out_dtype: np.dtype[Any],
     **_: Any,
 ) -> Fallback | None:
-    sizes = dict(zip(contraction.lhs, lhs.shape, strict=True))
     if any(x.shape[-1] == 1 for x in bounds):
         return Fallback("a product of no groups has nothing to compute", is_loss=False)
-    if not bounds and all(sizes[x] == 1 for x in contraction.contracted):
+    if not bounds and contracts_nothing(lhs, contraction):
         # XLA fuses for example the norms of per-example gradients, which then need no memory.
-        why = "nothing is contracted, and XLA fuses an outer product into what uses it"
-        return Fallback(why, is_loss=False)
+        return Fallback(NOT_CONTRACTED, is_loss=False)
     arithmetic = chosen_arithmetic(platform, lhs, rhs, contraction, precision, out_dtype)
     return arithmetic if isinstance(arithmetic, Fallback) else None
 

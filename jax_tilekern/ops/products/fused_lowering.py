@@ -14,7 +14,12 @@ from jax import Array
 from jax_tilekern.epilogue.cuda_text import CudaText, computed_type, cuda_text, rounded
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.epilogue.understood import Untranslatable
-from jax_tilekern.ops.products.contraction_lowering import LoweredProduct, cuda_kernel
+from jax_tilekern.ops.products.contraction_lowering import (
+    NOT_CONTRACTED,
+    LoweredProduct,
+    contracts_nothing,
+    cuda_kernel,
+)
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.arithmetic import F32, accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import (
@@ -102,6 +107,9 @@ def fused_kernel(
         States the product.
     """
     dtypes = [x.aval.dtype for x in arrays]
+    is_outer = len(factors) == 2 and contracts_nothing(factors[0].aval, contraction)
+    if is_outer and not function.quantizes:
+        return NOT_CONTRACTED
     reason = _cannot_quantize(function)
     if reason is not None:
         return reason
