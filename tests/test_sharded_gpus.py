@@ -20,6 +20,7 @@ from test_sharded_processes import free_port, output
 
 import jax_tilekern as jtk
 from benchmarks.catalog.oracles import ORACLES
+from jax_tilekern.ops.segments.lowering import FEW_ROWS
 from jax_tilekern.plans.overlap import in_parts
 
 pytestmark = pytest.mark.skipif(
@@ -109,6 +110,79 @@ def test_large_matrices(rng, mesh, spec):
         assert error <= rows * np.finfo(np.float32).eps / 2 * np.abs(positive).max()
         if function is jtk.linalg.cholesky:
             assert "jax_tilekern_cuda_launch" in compiled.as_text()
+
+
+ROWS_TO_ADD = {
+    "rows of the table": (P("x"), P()),
+    "updates": (P(), P("x")),
+    "columns": (P(None, "x"), P(None, "x")),
+}
+
+
+@pytest.mark.parametrize("policy", ["auto", "kernels"])
+@pytest.mark.parametrize("name", [*ROWS_TO_ADD, "columns by shard_map"])
+def test_few_rows_are_added_to_a_table(rng, mesh, name, policy):
+    """Values and gradients. A whole call that a device makes is one of few rows by default."""
+    specs = ROWS_TO_ADD[name.removesuffix(" by shard_map")]
+    specs = (*specs, specs[0], P())
+    arrays = [rng.integers(-1, 2, (n, 256)).astype(jnp.bfloat16) for n in (50304, 512, 50304)]
+    args = placed(mesh, (*arrays, rng.integers(-1, 64, 512).astype(np.int32) * 786), specs)
+
+    def program(m):
+        def run(table, updates, cotangent, indices):
+            add = functools.partial(m.scatter_add, mode="drop")
+            out, back = jax.vjp(lambda t, u: add(t, indices, u), table, updates)
+            return out, back(cotangent)
+
+        return run
+
+    ours, by_hand = program(jtk), "shard_map" in name
+    if by_hand:
+        out = (specs[0], specs[:2])
+        ours = jax.shard_map(ours, mesh=mesh, in_specs=specs, out_specs=out)
+    with jtk.policy(policy):
+        compiled = jax.jit(ours).lower(*args).compile()
+        reasons = [choice.reason for choice in jtk.explain(ours, *args)]
+    assert "jax_tilekern_partitioned" not in compiled.as_text()
+    assert ("jax_tilekern_cuda_launch" in compiled.as_text()) == (policy == "kernels")
+    if by_hand:
+        assert any(FEW_ROWS in reason for reason in reasons) == (policy == "auto")
+    with jax.default_device(jax.devices("cpu")[0]):
+        *wide, indices = (np.asarray(x, np.float32) for x in args)
+        wanted = program(ORACLES)(*wide, indices.astype(np.int32))
+    for x, y in zip(jax.tree.leaves(compiled(*args)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y))
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x"), P(None, "x")], ids=str)
+def test_float32_attention(rng, mesh, spec):
+    """Values and gradients where devices share batches, heads, or queries of all keys."""
+    # Numbers of float16 are numbers of TF32, which products do not round.
+    arrays = [
+        rng.standard_normal(shape, np.float32).astype(np.float16).astype(np.float32)
+        for shape in 4 * [(mesh.size, 512, 2 * mesh.size, 64)]
+    ]
+
+    def program(m):
+        def run(*operands):
+            *xs, cotangent = operands
+            attend = functools.partial(m.attention, score_mod=RING["score"]["score_mod"])
+            out, back = jax.vjp(attend, *xs)
+            return out, *back(cotangent)
+
+        return run
+
+    args = placed(mesh, arrays, [spec] * 4)
+    compiled = jax.jit(program(jtk)).lower(*args).compile()
+    assert "jax_tilekern_cuda_launch" in compiled.as_text()
+    assert "jax_tilekern_partitioned" not in compiled.as_text()
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        wanted = jax.tree.map(np.asarray, jax.jit(program(ORACLES))(*exact))
+    for x, y in zip(compiled(*args), wanted, strict=True):
+        # Weights, gradients of scores and cotangents are rounded to TF32.
+        error = np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y)
+        assert error <= 3 * 2.0**-11
 
 
 def test_cuda_kernel_with_a_sharding_rule(rng, mesh):
