@@ -14,6 +14,7 @@ from sharded import AUTO, EXPLICIT, MESH_TYPES, custom_calls, devices, mesh_of, 
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes import SLACK, bytes_sent, collectives
 from jax_tilekern.ops.mixture.activation import traced_activation
+from jax_tilekern.partitioning import call, local_program
 from jax_tilekern.partitioning.params_text import from_text, to_text
 
 pytestmark = [
@@ -247,6 +248,31 @@ def test_devices_share_the_work_on_automatic_axes(rng, scheme, rows):
     assert kinds == ([] if scheme == "data" else ["all-reduce"])
     if scheme == "experts":
         assert f"f32[{E // 4},{D},{H}]" in compiled.as_text()
+
+
+@pytest.mark.parametrize("tokens", [T, 9])
+def test_large_sums_are_rounded_before_they_are_gathered(rng, monkeypatch, tokens):
+    """They are rounded once, after devices have added float32; 9 x 15 results are no four parts."""
+    monkeypatch.setattr(local_program, "_LEAST_BYTES_SAVED", 0)
+    monkeypatch.setattr(call, "_answers", {})
+    features = D if tokens == T else 15
+    x = rng.integers(-1, 2, (tokens, features))
+    up, down = rng.integers(-1, 2, (E, features, H)), rng.integers(-64, 65, (E, H, features))
+    weights, indices = np.ones((tokens, K), np.float32), rng.integers(0, E, (tokens, K))
+
+    def layer(x, up, down):
+        return jtk.moe(x, up, down, weights, indices, activation=lambda x: x)
+
+    mesh, arrays = mesh_of((AUTO, AUTO)), [a.astype(np.float32) for a in (x, up, down)]
+    experts = SCHEMES["experts"][:3]
+    args = [put(mesh, x.astype(jnp.bfloat16), s) for x, s in zip(arrays, experts, strict=True)]
+    compiled = _compiled(mesh, layer, args, P())
+    in_parts = ["reduce-scatter", "all-gather"] if tokens == T else ["all-reduce"]
+    assert [c.kind for c in collectives(compiled)] == in_parts
+    # Float32 is exact, of integers up to 2**16. Bfloat16 is not.
+    wanted = np.asarray(layer(*arrays)).astype(jnp.bfloat16)
+    assert not np.array_equal(wanted, np.asarray(layer(*arrays)))
+    np.testing.assert_array_equal(compiled(*args), wanted)
 
 
 @pytest.mark.parametrize("size", ["tokens", "choices"])

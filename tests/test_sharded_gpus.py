@@ -92,6 +92,29 @@ def test_groups(rng, mesh, specs):
     check(lambda x, w: jtk.ragged_dot(x, w, sizes), plain, args)
 
 
+def test_a_mixture_is_rounded_once(rng, mesh):
+    """Devices have experts, add float32, and gather what they have rounded."""
+    tokens, features, hidden, experts = 8192, 2048, 64, 2 * mesh.size
+    x = rng.integers(-1, 2, (tokens, features))
+    up = rng.integers(-1, 2, (experts, features, hidden))
+    down = rng.integers(-8, 9, (experts, hidden, features))
+    weights, indices = np.ones((tokens, 2), np.float32), rng.integers(0, experts, (tokens, 2))
+
+    def layer(x, up, down):
+        # The sums of the first products have a spread of 30, and are integers of bfloat16.
+        return jtk.moe(x, up, down, weights, indices, activation=lambda x: x)
+
+    arrays = [a.astype(np.float32) for a in (x, up, down)]
+    args = placed(mesh, [a.astype(jnp.bfloat16) for a in arrays], (P(), P("x"), P("x")))
+    out = NamedSharding(mesh, P())
+    compiled = jax.jit(layer, out_shardings=out).lower(*args).compile()
+    assert [c.kind for c in collectives(compiled)] == ["reduce-scatter", "all-gather"]
+    with jax.default_device(jax.devices("cpu")[0]):
+        wanted = np.asarray(layer(*arrays)).astype(jnp.bfloat16)
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(compiled(*args)), wanted)
+
+
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(None, None, "x")], ids=str)
 def test_large_matrices(rng, mesh, spec):
     """Factors, inverses and solutions where a batch, or rows or columns of matrices, are split."""
