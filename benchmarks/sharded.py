@@ -243,18 +243,19 @@ def overlapped_programs(mesh: Mesh) -> Iterator[Program]:
         opened, hidden = jtk.all_gather_matmul(x, [gate, up], "x")
         return jtk.matmul_reduce_scatter(jax.nn.silu(opened) * hidden, down, "x")
 
-    for group, function, hand, columns in (
-        ("MLP", _mlp, along_axis, 1), ("gated MLP", _gated_mlp, gated_along_axis, 2),
-    ):  # fmt: skip
+    layers = (("MLP", _mlp, along_axis, 1), ("gated MLP", _gated_mlp, gated_along_axis, 2))
+    for (group, function, hand, columns), (width, hidden) in itertools.product(
+        layers, ((_WIDTH, _HIDDEN), (5120, 13824))
+    ):
         specs = (_ROWS, *columns * (_COLUMNS,), _ROWS)
-        shapes = (_MLP[0], *columns * _MLP[1:2], _MLP[2])
+        shapes: Shapes = ((_TOKENS, width), *columns * ((width, hidden),), (hidden, width))
         by_hand: Any = jax.shard_map(hand, mesh=mesh, in_specs=specs, out_specs=_ROWS)
-        name = f"{_TOKENS}x{_WIDTH}x{_HIDDEN}"
+        name = f"{_TOKENS}x{width}x{hidden}"
         yield Program(name, f"{group}, forward", function, shapes, specs, _ROWS, by_hand=by_hand)
         yield Program(
             name, f"{group}, forward and backward",
             lambda *products, function=function: _with_gradients(function(*products)),
-            (*shapes, _MLP[0]), (*specs, _ROWS), (_ROWS, specs), by_hand=_with_gradients(by_hand),
+            (*shapes, shapes[0]), (*specs, _ROWS), (_ROWS, specs), by_hand=_with_gradients(by_hand),
         )  # fmt: skip
 
 
