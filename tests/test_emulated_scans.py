@@ -18,6 +18,8 @@ from jax_tilekern.ops.scans.lowering import scan_input
 from jax_tilekern.plans.scans.column_scan import ColumnScan
 from jax_tilekern.plans.scans.problem import Scan
 from jax_tilekern.plans.scans.row_scan import RowScan
+from jax_tilekern.plans.scans.short_column_scan import ShortColumnScan
+from jax_tilekern.plans.scans.short_row_scan import ShortRowScan
 
 pytestmark = needs_emulator
 
@@ -103,6 +105,49 @@ def test_columns(rng, scan, sms, backwards):
     run_scan(rng, scan, ColumnScan(scan, sms), shape, 1, backwards)
 
 
+@pytest.mark.parametrize(
+    "scan",
+    [
+        # Rows begin anywhere in a vector, and the last vector is not whole.
+        composition(43, 3, 1, initial=True),
+        composition(37, 5, 1, BF16, reverse=True, initial=True),
+        # Vectors end with rows.
+        composition(19, 8, 1, BF16),
+        # Rows of several lanes, and of lanes that have several vectors.
+        composition(25, 17, 1, reverse=True),
+        composition(15, 127, 1, initial=True),
+        composition(2, 128, 1, F64, reverse=True),
+        *(
+            pytest.param(
+                composition(41, length, 1, dtype, reverse=length % 2 == 0, initial=length % 3 == 0),
+                marks=pytest.mark.thorough,
+            )
+            for length in range(1, 34)
+            for dtype in (F32, BF16)
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sms", [0, 132])
+def test_short_rows(rng, scan, sms):
+    """Threads have the most vectors where there are enough warps."""
+    run_scan(rng, scan, ShortRowScan(scan, sms), (scan.outer, scan.length), 1, backwards=False)
+
+
+@pytest.mark.parametrize(
+    "scan",
+    [
+        composition(3, 1, 200, initial=True),
+        composition(43, 3, 2, BF16, reverse=True, initial=True),
+        composition(1, 15, 131, reverse=True),
+    ],
+    ids=str,
+)
+def test_short_columns(rng, scan):
+    shape = (scan.outer, scan.length, scan.columns)
+    run_scan(rng, scan, ShortColumnScan(scan), shape, 1, backwards=False)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_long_rows(rng, reverse):
     """Rows of several groups have larger tiles."""
@@ -146,8 +191,12 @@ def recurrence_by_jax(a, b, *, axis, reverse=False, initial=None):
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis", "reverse"), [((3, 5000), 1, False), ((2, 300, 33), 1, True)]
-)
+    ("shape", "axis", "reverse"),
+    [
+        ((3, 5000), 1, False), ((2, 300, 33), 1, True), ((37, 5), 1, False), ((11, 33), 1, True),
+        ((6, 4, 7), 1, True),
+    ],
+)  # fmt: skip
 def test_gradients(rng, shape, axis, reverse):
     a, b = drawn(rng, shape)
     first = rng.standard_normal(shape[:axis] + shape[axis + 1 :]).astype(F32)
@@ -172,6 +221,9 @@ def test_gradients(rng, shape, axis, reverse):
         ("cumsum", np.int8, (3, 200), 1), ("cumprod", np.complex64, (2, 40, 9), 1),
         ("cummax", BF16, (3, 200), 1), ("cummin", F32, (70, 8), 0),
         ("cumlogsumexp", F32, (3, 200), 1), ("cumsum", np.bool_, (3, 200), 1),
+        ("cumprod", np.int8, (70, 3), 1), ("cumprod", np.complex64, (21, 5), 1),
+        ("cummax", BF16, (20, 7), 1), ("cumlogsumexp", F32, (9, 31), 1),
+        ("cummin", F32, (5, 4), 0),
     ],
 )  # fmt: skip
 def test_cumulative(rng, name, dtype, shape, axis):
@@ -208,7 +260,7 @@ def most_and_any(x, y):
     return jnp.maximum(x[0], y[0]), x[1] | y[1], x[2] * y[2]
 
 
-@pytest.mark.parametrize(("shape", "axis"), [((3, 500), 1), ((60, 9), 0)])
+@pytest.mark.parametrize(("shape", "axis"), [((3, 5000), 1), ((60, 9), 0), ((30, 6), 1)])
 def test_trees_of_several_types(rng, shape, axis):
     """Numbers of 8 bits are held in words, and 16-bit floats are rounded as the function says."""
     elems = (

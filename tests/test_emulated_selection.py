@@ -94,7 +94,8 @@ def assert_same_bits(found, expected):
     ("rows", "columns", "k"),
     [
         (5, 33, 33), (1, 1, 1), (9, 128, 8), (3, 1000, 40), (3, 1000, 700), (2, 4096, 2048),
-        (1, 16384, 3), (2, 20_000, 17), (1, 50_001, MAX_K), (1, 300_000, 1000),
+        (1, 16384, 3), (2, 20_000, 17), (1, 50_001, MAX_K), (1, 300_000, 1000), (37, 3, 2),
+        (21, 8, 8), (9, 31, 1), (9, 32, 30),
     ],
 )  # fmt: skip
 @pytest.mark.one_in(4)
@@ -164,8 +165,11 @@ def test_segments_are_instead_of_many_launches(rows, columns, k, by_segments):
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize(
     ("rows", "columns"),
-    [(3, 1), (5, 33), (7, 200), (2, 300), (3, 1000), (2, 2048), (1, 4000), (1, 8100)],
-)
+    [
+        (3, 1), (5, 33), (7, 200), (2, 300), (3, 1000), (2, 2048), (1, 4000), (1, 8100), (37, 3),
+        (21, 8), (9, 13), (9, 31),
+    ],
+)  # fmt: skip
 @pytest.mark.one_in(6)
 def test_sort_rows(rng, number, rows, columns):
     dtype, kind = drawn(rng, ORDERED, KINDS)
@@ -175,6 +179,21 @@ def test_sort_rows(rng, number, rows, columns):
     x = elements(rng, kind, (rows, columns), dtype)
     problem = SortedRows(rows, columns, dtype, order, values, indices)
     check_sort(problem, lambda: plan_sort_rows(problem, H100), x, bool(rng.integers(2)))
+
+
+@pytest.mark.parametrize("dtype", ORDERED, ids=str)
+@pytest.mark.parametrize("columns", [2, 7, 16, 32])
+@pytest.mark.one_in(4)
+def test_rows_that_share_a_warp(rng, dtype, columns):
+    """NaN, zeros and equal elements among rows, and the order of both functions."""
+    x = elements(rng, "special", (41, columns), dtype)
+    k = columns // 2
+    results = [((41, k), dtype), ((41, k), np.dtype(np.int32))]
+    found = run(lambda: plan_top_k(TopK(41, columns, k, dtype), H100), [x], results)
+    order = np.asarray(lax.top_k(with_bits(x), k)[1])
+    assert_same_bits(found, (np.take_along_axis(x, order, 1), order))
+    problem = SortedRows(41, columns, dtype, "descending", True, True)
+    check_sort(problem, lambda: plan_sort_rows(problem, H100), x, False)
 
 
 @pytest.mark.parametrize("dtype", [F64, F32, np.dtype(np.int32)], ids=str)
@@ -400,11 +419,11 @@ def test_kernels_do_not_spill(dtype):
             *(plan_segments(TopK(1, 2**24, k, dtype), H100) for k in (30, 1000)),
             *(
                 plan_top_k(TopK(64, columns, 8, dtype), H100)
-                for columns in (100, 500, 1000, 16_384)
+                for columns in (8, 100, 500, 1000, 16_384)
             ),
             *(
                 plan_sort_rows(SortedRows(64, columns, dtype, "ascending", True, True), H100)
-                for columns in (100, 2000, 4000, 2**24)
+                for columns in (31, 100, 2000, 4000, 2**24)
             ),
             plan_order_statistics(OrderStatistics(64, 10_000, 2, dtype, True), H100),
             plan_searchsorted(Searches(5000, 7000, dtype, True), H100),

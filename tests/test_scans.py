@@ -27,6 +27,25 @@ def test_long_sequences(rng, shape, axis, dtype):
         assert_states(found, expected, shape[axis], dtype)
 
 
+@pytest.mark.parametrize("length", [*range(2, 34), 63, 127, 129])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.one_in(4)
+def test_short_sequences(rng, length, reverse):
+    """Sums of integers are exact, and NaN stays in its sequence."""
+    for shape, axis in (((1001, length), 1), ((length, 1001), 0), ((131, length, 3), 1)):
+        x = rng.integers(-9, 9, shape)
+        x[(5,) * len(shape[:axis]) + (-1,)] = 99
+        ordered = np.flip(x, axis) if reverse else x
+        sums, most = np.cumsum(ordered, axis), np.maximum.accumulate(ordered, axis)
+        sums, most = (np.flip(z, axis) if reverse else z for z in (sums, most))
+        for dtype in (np.int8, np.int16, np.int32, F32):
+            found = jtk.cumsum(x.astype(dtype), axis, reverse=reverse)
+            np.testing.assert_array_equal(found, sums.astype(dtype))
+        given = np.where(x == 99, np.nan, x).astype(BF16)
+        wanted = np.where(most == 99, np.nan, most)
+        np.testing.assert_array_equal(jtk.cummax(given, axis, reverse).astype(F32), wanted)
+
+
 def test_same_bits_in_repeated_runs(rng):
     a, b = drawn(rng, (3, 40_000, 4))
     run = jax.jit(lambda a, b: jtk.linear_recurrence(a, b, axis=1))

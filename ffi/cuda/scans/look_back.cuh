@@ -7,7 +7,9 @@
 //     struct Vector {...};               // the bits of adjacent elements of each array
 //     static constexpr int kVector = 4;  // elements of a vector
 //     static constexpr bool kReverse, kInitial;
-//     Vector load(int64 at, int count, const Row& row) const;  // or of Before
+//     // The place is a Row, RowStarts or Before.
+//     template <class Place>
+//     Vector load(int64 at, int count, const Place& place) const;
 //     void prefetch(int64 at) const;     // to L2, the lines of an element of each array
 //     static Value value(const Vector& vector, int i);
 //     static Value combine(const Value& earlier, const Value& later);
@@ -98,6 +100,12 @@ struct Row {
   int64 before;
 };
 
+// The elements of a vector that begin a row, as bits in the order of the rows.
+struct RowStarts {
+  uint32 bits;
+  bool is_reverse;
+};
+
 // The distance to the element before in the order of a sequence, and whether there is one.
 struct Before {
   int64 step;
@@ -132,7 +140,7 @@ inline void store_elements(T* to, const T (&elements)[kNumbers], int count) {
 
 // Loads for each element of a sequence along which vectors lie the one before it.
 template <int kBytes, typename T>
-inline Bits<kBytes> load_before_along(const T* array, int64 at, int count, const Row& row) {
+inline Bits<kBytes> load_before(const T* array, int64 at, int count, const Row& row) {
   constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
   Bits<kBytes> bits = {};
 #pragma unroll
@@ -144,9 +152,23 @@ inline Bits<kBytes> load_before_along(const T* array, int64 at, int count, const
   return bits;
 }
 
+// The same where a vector has elements of several rows.
+template <int kBytes, typename T>
+inline Bits<kBytes> load_before(const T* array, int64 at, int count, const RowStarts& starts) {
+  constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
+  Bits<kBytes> bits = {};
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    const int place = starts.is_reverse ? kElements - 1 - i : i;
+    if (i < count && (starts.bits >> place & 1) == 0)
+      reinterpret_cast<T*>(bits.words)[i] = array[at + i + (starts.is_reverse ? 1 : -1)];
+  }
+  return bits;
+}
+
 // The same where vectors lie across sequences.
 template <int kBytes, typename T>
-inline Bits<kBytes> load_before_across(const T* array, int64 at, const Before& before) {
+inline Bits<kBytes> load_before(const T* array, int64 at, int, const Before& before) {
   return before.exists ? load_once<kBytes>(array + at + before.step) : Bits<kBytes>{};
 }
 

@@ -6,6 +6,8 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.scans.column_scan import ColumnScan
 from jax_tilekern.plans.scans.problem import Scan
 from jax_tilekern.plans.scans.row_scan import RowScan
+from jax_tilekern.plans.scans.short_column_scan import ShortColumnScan
+from jax_tilekern.plans.scans.short_row_scan import ShortRowScan
 
 # Measured on an H200, where arrays are small: a kernel, what tiles that look back take more, XLA's
 # cumulative reduction, and its levels of pairs (4 x 256 x 64).
@@ -18,22 +20,18 @@ _LONG, _XLA_LONG = 100_000, 9.5
 _XLA_SHARE = 0.29
 # The same of the kernels: 0.5 to 0.9 there.
 _SHARE = 0.7
-# XLA's cumulative reductions of sequences of so many elements are a fusion: 0.56 to 0.69 of the
-# bandwidth and a launch, by three calls of 7 to 26 MB on an H200. The kernel of columns had 0.35 in
-# one of these.
-_SHORT, _XLA_FUSION, _XLA_FUSION_SHARE, _SHORT_SHARE = 3, 1.5, 0.6, 0.35
-# An SM's cycles for a row of a warp, by rows of three elements on an H200: 25 and 29.
-_WARP_CYCLES = 25
+# The same of kernels whose warps have whole sequences, by calls of 17 and 34 MB: 0.95 to 1.05.
+_SHORT_SHARE = 0.95
+# XLA's cumulative reductions of so few elements are a fusion.
+_SHORT, _XLA_FUSION, _XLA_FUSION_SHARE = 16, 1.1, 0.9
+
+ScanKernel = ShortRowScan | RowScan | ShortColumnScan | ColumnScan
 
 
-def kernel_microseconds(scan: Scan, gpu: Gpu, kernel: RowScan | ColumnScan) -> float:
+def kernel_microseconds(scan: Scan, gpu: Gpu, kernel: ScanKernel) -> float:
     launches = _KERNEL + (_LOOK_BACK if kernel.tiles > 1 else 0.0)
-    memory = _memory_microseconds(scan, gpu)
-    memory /= _SHORT_SHARE if scan.length <= _SHORT else _SHARE
-    if isinstance(kernel, ColumnScan):
-        return launches + memory
-    cycles = scan.outer * kernel.warps * _WARP_CYCLES / gpu.sm_count
-    return launches + max(memory, cycles / gpu.rates.cycles_per_microsecond)
+    share = _SHARE if isinstance(kernel, RowScan | ColumnScan) else _SHORT_SHARE
+    return launches + _memory_microseconds(scan, gpu) / share
 
 
 def xla_microseconds(scan: Scan, gpu: Gpu) -> float:

@@ -17,6 +17,7 @@ class ScanText:
     scan: Scan
     vector: int  # adjacent elements
     along: bool
+    reused: bool = False  # whether other loads read the same lines; vectors are whole then
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -60,12 +61,12 @@ class ScanText:
             # Complex numbers are loaded as whole ones.
             whole = CXX_TYPES[x.dtype]
             array = f"p{i}" if x.parts == 1 else f"reinterpret_cast<const {whole}*>(p{i})"
-            if not x.is_before:
+            if self.reused and not x.is_before:
+                loads.append(f"load_reused<{size}>({array} + at)")
+            elif not x.is_before:
                 loads.append(f"load_elements<{size}>({array} + at, count)")
-            elif self.along:
-                loads.append(f"load_before_along<{size}>({array}, at, count, row)")
             else:
-                loads.append(f"load_before_across<{size}>({array}, at, row)")
+                loads.append(f"load_before<{size}>({array}, at, count, place)")
             prefetches.append(f"prefetch_line_to_l2({array} + at);")
             for part in range(x.parts):
                 place = "i" if x.parts == 1 else f"2 * i + {part}"
@@ -109,7 +110,6 @@ class ScanText:
             reverse=str(s.reverse).lower(),
             has_initial=str(bool(s.initial)).lower(),
             pointers="\n  ".join(pointers),
-            place="Row" if self.along else "Before",
             loads=",\n            ".join(loads),
             prefetches="\n    ".join(prefetches),
             values=",\n            ".join(values),
@@ -159,7 +159,8 @@ struct GeneratedScan {{
 
   {pointers}
 
-  Vector load(int64 at, int count, const {place}& row) const {{
+  template <class Place>
+  Vector load(int64 at, int count, const Place& place) const {{
     return {{{loads}}};
   }}
   void prefetch(int64 at) const {{

@@ -8,9 +8,11 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.scans.column_scan import ColumnScan
-from jax_tilekern.plans.scans.cost import kernel_microseconds, xla_microseconds
+from jax_tilekern.plans.scans.cost import ScanKernel, kernel_microseconds, xla_microseconds
 from jax_tilekern.plans.scans.problem import Scan
 from jax_tilekern.plans.scans.row_scan import RowScan
+from jax_tilekern.plans.scans.short_column_scan import ShortColumnScan
+from jax_tilekern.plans.scans.short_row_scan import ShortRowScan
 
 # XLA fuses its operation with what surrounds it, so a kernel has to be faster by as much.
 _MARGIN = 1.1
@@ -20,7 +22,7 @@ def plan_scan(scan: Scan, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan scans along the innermost dimension, or along one with columns after it."""
     if scan.length == 1 and current_policy() != "kernels":
         return NoKernel("XLA fuses sequences of one element")
-    kernel = RowScan(scan) if scan.columns == 1 else ColumnScan(scan, gpu.sm_count)
+    kernel = _kernel(scan, gpu)
     ours = kernel_microseconds(scan, gpu, kernel)
     xla = xla_microseconds(scan, gpu)
     times = PredictedUs(ours, xla)
@@ -30,3 +32,11 @@ def plan_scan(scan: Scan, gpu: Gpu) -> LaunchPlan | NoKernel:
     if isinstance(plan, NoKernel):
         return plan
     return dataclasses.replace(plan, predicted_us=times)
+
+
+def _kernel(scan: Scan, gpu: Gpu) -> ScanKernel:
+    if scan.columns > 1:
+        short_columns = ShortColumnScan(scan)
+        return short_columns if short_columns.fits else ColumnScan(scan, gpu.sm_count)
+    short = ShortRowScan(scan, gpu.sm_count)
+    return short if scan.outer > 1 and short.thread_vectors > 0 else RowScan(scan)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import WARP, Gpu, power_of_two
+from jax_tilekern.plans.gpu import WARP, Gpu
 from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy import plan_choice
 from jax_tilekern.plans.selection.radix_sort import plan_radix_sort
@@ -19,6 +19,7 @@ from jax_tilekern.plans.selection.sorted_rows import (
     SortedRows,
 )
 from jax_tilekern.plans.selection.tile import ORDERED_DTYPES, Tile, smallest_tile
+from jax_tilekern.plans.selection.warp_sort import WarpSort
 
 _TILES = (
     Tile(64, 4), Tile(128, 4), Tile(128, 8), Tile(128, 16), Tile(256, 16), Tile(512, 16),
@@ -37,10 +38,6 @@ _ITEM_CYCLES, _PASS_CYCLES = 16, 340
 # Elements of 64 bits: cycles of an SM for an element of a tile, of two digits and comparisons of
 # elements of a part, and passes that take as long where a CTA waits for itself.
 _WIDE_CYCLES, _WIDE_PASSES = 3.3, 3
-# A warp to a row: instructions of a step of the sort for an element of each lane, with 32-bit
-# numbers, how many an SM issues in a cycle, and the cycles of each where a warp waits for itself.
-_WARP_THREADS, _WARP_ITEMS = 128, 8
-_STEP_INSTRUCTIONS, _INSTRUCTIONS_A_CYCLE, _STEP_LATENCY = 5, 2, 4
 
 
 @dataclass(frozen=True)
@@ -81,30 +78,26 @@ class SortRowsCandidate(CostedCandidate):
 
 @dataclass(frozen=True)
 class SortWarpsCandidate(CostedCandidate):
-    """A warp to a row."""
+    """Rows in warps."""
 
     problem: SortedRows
-    items: int  # of a lane
+    sort: WarpSort
     cycles: float
 
     @property
     def key(self) -> str:
-        return f"rows of {WARP * self.items} in a warp"
+        return f"rows of {self.sort.lanes * self.sort.items} in a warp"
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         problem = self.problem
-        flags = ", ".join(str(x).lower() for x in (problem.values, problem.indices))
-        name = f"sort_rows_of_warps<{CXX_TYPES[problem.dtype]}, {self.items}, {flags}>"
-        kernel = Kernel("selection/sort_rows_of_warps.cuh", f"tilekern::{name}")
-        backwards = (problem.order == "descending") + 2 * (problem.order != "ascending")
-        sizes = (Scalars.pack("I", x) for x in (problem.rows, problem.columns, backwards))
-        launch = Launch(
-            entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
-            grid=(math.ceil(problem.rows * WARP / _WARP_THREADS), 1, 1),
-            block=(_WARP_THREADS, 1, 1),
-            parameters=(*_buffers(problem), *sizes),
+        launch = self.sort.launch(
+            gpu,
+            _buffers(problem),
+            backwards=(problem.order == "descending") + 2 * (problem.order != "ascending"),
+            values=problem.values,
+            indices=problem.indices,
         )
-        return _plan(problem, gpu, launch, "a warp to a row")
+        return _plan(problem, gpu, launch, self.sort.way)
 
 
 def _buffers(problem: SortedRows) -> tuple[Buffer, ...]:
@@ -138,9 +131,9 @@ def sort_rows_candidate(
     problem: SortedRows, gpu: Gpu
 ) -> SortRowsCandidate | SortWarpsCandidate | None:
     """Return the way to sort rows that fit a CTA, or ``None`` if they do not."""
-    if problem.columns <= WARP * _WARP_ITEMS and problem.dtype.itemsize <= 4:
-        items = power_of_two(math.ceil(problem.columns / WARP))
-        return SortWarpsCandidate(problem, items, _warp_cycles(problem, items, gpu))
+    sort = WarpSort(problem.rows, problem.columns, problem.dtype)
+    if sort.fits:
+        return SortWarpsCandidate(problem, sort, _warp_cycles(problem, sort, gpu))
     tiles = [x for x in _TILES if x.items * problem.dtype.itemsize <= _MAX_THREAD_BYTES]
     tile = smallest_tile(tiles, problem.columns)
     if tile is None:
@@ -150,13 +143,10 @@ def sort_rows_candidate(
     return found if fits else None
 
 
-def _warp_cycles(problem: SortedRows, items: int, gpu: Gpu) -> float:
+def _warp_cycles(problem: SortedRows, sort: WarpSort, gpu: Gpu) -> float:
     """Estimate the time of a sort in warps."""
-    log = (WARP * items).bit_length() - 1
-    wide = problem.dtype.itemsize == 4
-    issued = log * (log + 1) // 2 * items * _STEP_INSTRUCTIONS * (1 + wide)
-    warps = math.ceil(problem.rows / gpu.sm_count)
-    busy = max(warps * issued / _INSTRUCTIONS_A_CYCLE, issued * _STEP_LATENCY)
+    warps = math.ceil(sort.warps / gpu.sm_count)
+    busy = max(warps * sort.cycles, sort.latency)
     return gpu.rates.launch_cycles + max(busy, problem.bytes / gpu.rates.memory_bandwidth)
 
 
