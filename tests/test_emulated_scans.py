@@ -117,6 +117,11 @@ def test_columns(rng, scan, sms, backwards):
         composition(25, 17, 1, reverse=True),
         composition(15, 127, 1, initial=True),
         composition(2, 128, 1, F64, reverse=True),
+        # Rows of several columns: of a vector, or vectors of several accesses.
+        composition(19, 7, 2, initial=True),
+        composition(21, 5, 3, BF16, reverse=True, initial=True),
+        composition(11, 40, 7, reverse=True, initial=True),
+        composition(13, 2, 5, F64),
         *(
             pytest.param(
                 composition(41, length, 1, dtype, reverse=length % 2 == 0, initial=length % 3 == 0),
@@ -131,7 +136,8 @@ def test_columns(rng, scan, sms, backwards):
 @pytest.mark.parametrize("sms", [0, 132])
 def test_short_rows(rng, scan, sms):
     """Threads have the most vectors where there are enough warps."""
-    run_scan(rng, scan, ShortRowScan(scan, sms), (scan.outer, scan.length), 1, backwards=False)
+    shape = (scan.outer, scan.length, scan.columns)
+    run_scan(rng, scan, ShortRowScan(scan, sms), shape, 1, backwards=False)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +200,7 @@ def recurrence_by_jax(a, b, *, axis, reverse=False, initial=None):
     ("shape", "axis", "reverse"),
     [
         ((3, 5000), 1, False), ((2, 300, 33), 1, True), ((37, 5), 1, False), ((11, 33), 1, True),
-        ((6, 4, 7), 1, True),
+        ((6, 4, 7), 1, True), ((6, 4, 19), 1, True),
     ],
 )  # fmt: skip
 def test_gradients(rng, shape, axis, reverse):

@@ -100,10 +100,11 @@ struct Row {
   int64 before;
 };
 
-// The elements of a vector that begin a row, as bits in the order of the rows.
+// The elements of a vector that begin a sequence, as bits in the order of the sequences, and the
+// distance to the element before in that order.
 struct RowStarts {
   uint32 bits;
-  bool is_reverse;
+  int before;
 };
 
 // The distance to the element before in the order of a sequence, and whether there is one.
@@ -112,12 +113,26 @@ struct Before {
   bool exists;
 };
 
+// Bytes of an access to adjacent elements of kBytes.
+template <int kBytes>
+inline constexpr int kAccessBytes = min_of(kBytes & -kBytes, 16);
+
 // Loads adjacent elements, the first `count` of kBytes.
 template <int kBytes, typename T>
 inline Bits<kBytes> load_elements(const T* from, int count) {
   constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
-  if (count == kElements) return load_once<kBytes>(from);
+  constexpr int kAccess = kAccessBytes<kBytes>;
   Bits<kBytes> bits = {};
+  if (count == kElements) {
+    if constexpr (kAccess == kBytes) return load_once<kBytes>(from);
+#pragma unroll
+    for (int i = 0; i < kBytes / kAccess; ++i) {
+      const auto part = load_once<kAccess>(from + i * (kElements * kAccess / kBytes));
+#pragma unroll
+      for (int j = 0; j < kAccess / 4; ++j) bits.words[i * (kAccess / 4) + j] = part.words[j];
+    }
+    return bits;
+  }
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
     if (i < count) reinterpret_cast<T*>(bits.words)[i] = from[i];
@@ -128,8 +143,12 @@ inline Bits<kBytes> load_elements(const T* from, int count) {
 // Stores elements of kParts numbers each that fill kBytes, the first `count`.
 template <int kBytes, int kParts, typename T, int kNumbers>
 inline void store_elements(T* to, const T (&elements)[kNumbers], int count) {
+  using Access = WordOf<kAccessBytes<kBytes>>;
   if (count * kParts == kNumbers) {
-    *reinterpret_cast<WordOf<kBytes>*>(to) = reinterpret_cast<const WordOf<kBytes>&>(elements);
+#pragma unroll
+    for (int i = 0; i < kBytes / kAccessBytes<kBytes>; ++i) {
+      reinterpret_cast<Access*>(to)[i] = reinterpret_cast<const Access*>(elements)[i];
+    }
     return;
   }
 #pragma unroll
@@ -159,9 +178,9 @@ inline Bits<kBytes> load_before(const T* array, int64 at, int count, const RowSt
   Bits<kBytes> bits = {};
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
-    const int place = starts.is_reverse ? kElements - 1 - i : i;
+    const int place = starts.before > 0 ? kElements - 1 - i : i;
     if (i < count && (starts.bits >> place & 1) == 0)
-      reinterpret_cast<T*>(bits.words)[i] = array[at + i + (starts.is_reverse ? 1 : -1)];
+      reinterpret_cast<T*>(bits.words)[i] = array[at + i + starts.before];
   }
   return bits;
 }

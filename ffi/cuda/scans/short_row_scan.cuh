@@ -1,4 +1,5 @@
-// Scans of short rows along the innermost dimension: a warp has several.
+// Scans of short rows, of which a warp has several: along the innermost dimension, or along one
+// with few columns after it.
 #pragma once
 
 #include "scans/look_back.cuh"
@@ -10,18 +11,20 @@ inline constexpr int kShortRowThreads = 128;
 // Run-time sizes; `ShortRowScan` in `plans/scans/short_row_scan.py` packs the same fields in the
 // same order.
 struct ShortRowShape {
+  // Elements of all columns.
   uint32 length;
   uint32 rows;
   // Rows of a warp, and the whole vectors that these are.
   uint32 warp_rows;
   uint32 warp_vectors;
-  // Bits at multiples of the length.
-  uint32 multiples;
+  // Bits of the elements that begin a sequence, where a vector begins with a row.
+  uint32 starts;
 };
 
-// The rows of a warp are adjacent whole vectors, in which rows begin anywhere. A lane has every
-// 32nd vector in the order of the scan. A row has elements of at most kSpan vectors, or of 32.
-template <class Scan, int kVectors, int kSpan, typename... Fields>
+// The rows of a warp are adjacent whole vectors, in which rows begin anywhere, and columns repeat.
+// A lane has every 32nd vector in the order of the scan. A row has elements of at most kSpan
+// vectors, or of 32.
+template <class Scan, int kVectors, int kSpan, int kColumns, typename... Fields>
 __global__ void __launch_bounds__(kShortRowThreads)
     scan_short_rows(const __grid_constant__ ShortRowShape shape,
                     const __grid_constant__ Fields... fields) {
@@ -50,8 +53,9 @@ __global__ void __launch_bounds__(kShortRowThreads)
   for (int i = 0; i < kVectors; ++i) {
     offsets[i] = (32 * i + lane) * kVector % length;
     const uint32 first = offsets[i] == 0 ? 0 : length - offsets[i];
-    starts[i] = first < kVector ? shape.multiples << first : 0;
-    loaded[i] = scan.load(at(i), count(i), RowStarts{starts[i], Scan::kReverse});
+    starts[i] = first < kVector ? shape.starts << first : 0;
+    const RowStarts place = {starts[i], Scan::kReverse ? kColumns : -kColumns};
+    loaded[i] = scan.load(at(i), count(i), place);
   }
 
   const auto is_start = [&](int i, int j) { return (starts[i] >> j & 1) != 0; };
@@ -62,7 +66,9 @@ __global__ void __launch_bounds__(kShortRowThreads)
       if (is_start(i, j)) {
         const uint32 number = ((32 * i + lane) * kVector + j) / length;
         const uint32 row = first_row + (Scan::kReverse ? shape.warp_rows - 1 - number : number);
-        return Scan::combine(scan.initial(min_of(row, shape.rows - 1)), own);
+        const int column = Scan::kReverse ? kColumns - 1 - j % kColumns : j % kColumns;
+        const int64 sequence = static_cast<int64>(min_of(row, shape.rows - 1)) * kColumns + column;
+        return Scan::combine(scan.initial(sequence), own);
       }
     }
     return own;
@@ -72,28 +78,36 @@ __global__ void __launch_bounds__(kShortRowThreads)
     return is_start(i, j) ? own : Scan::combine(before, own);
   };
 
-  Value carried = {};
+  Value carried[kColumns] = {};
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    // The elements of the row of the vector's last element, in the vector and in those before.
-    Value total = value(i, 0);
+    // By column, the elements of the row of the vector's last ones, in the vector and before.
+    Value running[kColumns];
 #pragma unroll
-    for (int j = 1; j < kVector; ++j) total = next(total, i, j);
+    for (int j = 0; j < kVector; ++j) {
+      Value& total = running[j % kColumns];
+      total = j < kColumns ? value(i, j) : next(total, i, j);
+    }
     const uint32 before = starts[i] != 0 ? 0 : (offsets[i] + kVector - 1) / kVector;
 #pragma unroll
-    for (uint32 step = 1; step < kSpan; step *= 2) {
-      const Value earlier = value_of_lane_before(total, step);
-      if (step <= min_of(before, lane)) total = Scan::combine(earlier, total);
+    for (int c = 0; c < kColumns; ++c) {
+      Value total = running[c];
+#pragma unroll
+      for (uint32 step = 1; step < kSpan; step *= 2) {
+        const Value earlier = value_of_lane_before(total, step);
+        if (step <= min_of(before, lane)) total = Scan::combine(earlier, total);
+      }
+      if (i > 0 && before > lane) total = Scan::combine(carried[c], total);
+      running[c] = value_of_lane_before(total, 1);
+      if (i > 0 && lane == 0) running[c] = carried[c];
+      carried[c] = value_of_lane(total, 31);
     }
-    if (i > 0 && before > lane) total = Scan::combine(carried, total);
-    Value running = value_of_lane_before(total, 1);
-    if (i > 0 && lane == 0) running = carried;
-    carried = value_of_lane(total, 31);
     Value results[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      running = next(running, i, j);
-      results[Scan::kReverse ? kVector - 1 - j : j] = running;
+      Value& last = running[j % kColumns];
+      last = next(last, i, j);
+      results[Scan::kReverse ? kVector - 1 - j : j] = last;
     }
     scan.store(at(i), count(i), results);
   }

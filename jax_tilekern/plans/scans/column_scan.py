@@ -58,6 +58,11 @@ class ColumnScan:
         return max(_LEAST_LANES, min(WARP, wanted))
 
     @property
+    def used_lanes(self) -> float:
+        """The share of the lanes that have columns, where these are few."""
+        return min(1.0, self.scan.columns / (self.lanes * self.vector))
+
+    @property
     def steps(self) -> int:
         """Elements of a sequence that a thread has."""
         # What is loaded, and values of each sequence, are in registers.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import Kernel, Source
 from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gpu import VECTOR_BYTES
 from jax_tilekern.plans.launch import Buffer
 from jax_tilekern.plans.scans.problem import Scan
 
@@ -17,7 +19,6 @@ class ScanText:
     scan: Scan
     vector: int  # adjacent elements
     along: bool
-    reused: bool = False  # whether other loads read the same lines; vectors are whole then
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -33,11 +34,12 @@ class ScanText:
         s = self.scan
         sizes = [x.dtype.itemsize for x in s.inputs]
         initial = (sizes[-1],) if s.initial else ()
+        accesses = [math.gcd(size * self.vector, VECTOR_BYTES) for size in sizes]
         whole = [
-            size * (1 if x.is_before and self.along else self.vector)
-            for x, size in zip(s.inputs, sizes, strict=True)
+            size if x.is_before and self.along else access
+            for x, size, access in zip(s.inputs, sizes, accesses, strict=True)
         ]
-        return (*whole, *initial, *(sizes[i] * self.vector for i in s.outputs))
+        return (*whole, *initial, *(accesses[i] for i in s.outputs))
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -61,9 +63,7 @@ class ScanText:
             # Complex numbers are loaded as whole ones.
             whole = CXX_TYPES[x.dtype]
             array = f"p{i}" if x.parts == 1 else f"reinterpret_cast<const {whole}*>(p{i})"
-            if self.reused and not x.is_before:
-                loads.append(f"load_reused<{size}>({array} + at)")
-            elif not x.is_before:
+            if not x.is_before:
                 loads.append(f"load_elements<{size}>({array} + at, count)")
             else:
                 loads.append(f"load_before<{size}>({array}, at, count, place)")

@@ -14,6 +14,8 @@ from jax_tilekern.plans.scans.row_scan import RowScan
 from jax_tilekern.plans.scans.short_column_scan import ShortColumnScan
 from jax_tilekern.plans.scans.short_row_scan import ShortRowScan
 
+# Columns of fewer bytes, of which accesses move more than they use, are parts of rows.
+_SECTOR_BYTES = 32
 # XLA fuses its operation with what surrounds it, so a kernel has to be faster by as much.
 _MARGIN = 1.1
 
@@ -35,8 +37,11 @@ def plan_scan(scan: Scan, gpu: Gpu) -> LaunchPlan | NoKernel:
 
 
 def _kernel(scan: Scan, gpu: Gpu) -> ScanKernel:
-    if scan.columns > 1:
-        short_columns = ShortColumnScan(scan)
-        return short_columns if short_columns.fits else ColumnScan(scan, gpu.sm_count)
-    short = ShortRowScan(scan, gpu.sm_count)
-    return short if scan.outer > 1 and short.thread_vectors > 0 else RowScan(scan)
+    widest = max(x.dtype.itemsize for x in scan.inputs)
+    short_rows = ShortRowScan(scan, gpu.sm_count)
+    if scan.columns * widest < _SECTOR_BYTES and scan.outer > 1 and short_rows.thread_vectors > 0:
+        return short_rows
+    if scan.columns == 1:
+        return RowScan(scan)
+    short_columns = ShortColumnScan(scan)
+    return short_columns if short_columns.fits else ColumnScan(scan, gpu.sm_count)

@@ -16,8 +16,6 @@ _THREADS = 128
 # Bytes that a thread holds in registers, and with vectors of more than a word.
 _REGISTER_BYTES, _WIDE_BYTES = 160, 96
 _WORD_BYTES = 4
-# Columns of fewer bytes lie in lines that several steps of a warp read.
-_LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,7 @@ class ShortColumnScan:
         threads = s.outer * s.columns // self.vector
         if threads > MAX_INT32:
             return NoKernel(f"{s.outer} x {s.columns} sequences")
-        widest = max(x.dtype.itemsize for x in s.inputs)
-        text = ScanText(s, self.vector, along=False, reused=s.columns * widest < _LINE_BYTES)
+        text = ScanText(s, self.vector, along=False)
         kernel = text.kernel(_FILE, "scan_short_columns", s.length)
         sizes = (Scalars.pack("I", x) for x in (threads, s.columns // self.vector))
         launch = Launch(

@@ -1,4 +1,4 @@
-"""Scans along the innermost dimension, several rows to a warp (``scans/short_row_scan.cuh``)."""
+"""Scans of short rows, of which a warp has several (``scans/short_row_scan.cuh``)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from jax_tilekern.plans.scans.scan_text import ScanText
 
 _FILE = "scans/short_row_scan.cuh"
 _THREADS = 128
-# Bytes of a vector's values, and of the vectors of a thread.
-_VALUE_BYTES, _LOADED_BYTES = 64, 128
+# Bytes of a vector's values, and of the vectors of a thread; and elements of a vector, of which a
+# word has bits.
+_VALUE_BYTES, _LOADED_BYTES, _MOST_ELEMENTS = 80, 128, 32
+_WORD_BYTES = 4
 _MOST_VECTORS = 4
 # Warps for each SM, without which a thread has fewer vectors.
 _WARPS_OF_SM = 32
@@ -22,7 +24,7 @@ _WARPS_OF_SM = 32
 
 @dataclass(frozen=True)
 class ShortRowScan:
-    """Scans of rows of which a warp has one or several."""
+    """Scans of rows, whose columns, if there are any, are parts of the rows."""
 
     scan: Scan
     sm_count: int
@@ -30,23 +32,36 @@ class ShortRowScan:
 
     @property
     def vector(self) -> int:
-        """Adjacent elements of a load, which lie in any rows."""
-        widest = max(x.dtype.itemsize for x in self.scan.inputs)
-        most = min(VECTOR_BYTES // widest, _VALUE_BYTES // self.scan.value_bytes)
-        return 1 << max(1, most).bit_length() - 1
+        """Elements that a thread has side by side, whole steps of all columns, or 0."""
+        sizes = [x.dtype.itemsize for x in self.scan.inputs]
+        most = min(_MOST_ELEMENTS, max(_VALUE_BYTES // self.scan.value_bytes, self.scan.columns))
+        # Accesses are of so many elements, or of fewer bytes.
+        for access in (x for x in (16, 8, 4, 2, 1) if x * max(sizes) <= VECTOR_BYTES):
+            vector = math.lcm(access, self.scan.columns)
+            has_words = all(vector * x % _WORD_BYTES == 0 for x in sizes)
+            if vector <= most and (has_words or vector == access):
+                return vector
+        return 0
+
+    @property
+    def length(self) -> int:
+        """Elements of a row."""
+        return self.scan.length * self.scan.columns
 
     @property
     def group(self) -> int:
         """The fewest vectors that are whole rows."""
-        return self.scan.length // math.gcd(self.scan.length, self.vector)
+        return self.length // math.gcd(self.length, self.vector)
 
     @property
     def thread_vectors(self) -> int:
         """Vectors of a thread, or 0 where a warp has no whole rows."""
+        if self.vector == 0:
+            return 0
         loaded = self.vector * sum(x.dtype.itemsize for x in self.scan.inputs)
         most = max(1, min(_MOST_VECTORS, _LOADED_BYTES // loaded))
         fitting = [x for x in (4, 2, 1) if x <= most and self.group <= WARP * x]
-        vectors = self.scan.outer * self.scan.length / self.vector
+        vectors = self.scan.outer * self.length / self.vector
         many = (x for x in fitting if vectors >= x * WARP * _WARPS_OF_SM * self.sm_count)
         return next(many, min(fitting, default=0))
 
@@ -57,7 +72,7 @@ class ShortRowScan:
     @property
     def warp_rows(self) -> int:
         """Rows of a warp."""
-        return self._vectors(self.thread_vectors) * self.vector // self.scan.length
+        return self._vectors(self.thread_vectors) * self.vector // self.length
 
     @property
     def warps(self) -> int:
@@ -68,12 +83,11 @@ class ShortRowScan:
         if s.outer > MAX_INT32:
             return NoKernel(f"{s.outer} rows of {s.length} elements")
         text = ScanText(s, self.vector, along=True)
-        span = min(WARP, power_of_two(math.ceil(s.length / self.vector)))
-        kernel = text.kernel(_FILE, "scan_short_rows", self.thread_vectors, span)
-        shape = Scalars.pack(
-            "5I", s.length, s.outer, self.warp_rows, self._vectors(self.thread_vectors),
-            sum(1 << i for i in range(0, self.vector, s.length)),
-        )  # fmt: skip
+        span = min(WARP, power_of_two(math.ceil(self.length / self.vector)))
+        kernel = text.kernel(_FILE, "scan_short_rows", self.thread_vectors, span, s.columns)
+        starts = sum(1 << i for i in range(self.vector) if i % self.length < s.columns)
+        vectors = self._vectors(self.thread_vectors)
+        shape = Scalars.pack("5I", self.length, s.outer, self.warp_rows, vectors, starts)
         launch = Launch(
             entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
             grid=(math.ceil(self.warps * WARP / _THREADS), 1, 1),
