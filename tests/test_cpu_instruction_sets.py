@@ -146,6 +146,18 @@ def test_short_rows_do_not_read_the_next_one(rng, dtype, out, vectors):
         check_each_level(check, partial(product, "mk,kn", out=out), a, b)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "out"),
+    [(np.float32, np.float32), (np.float64, np.float64), (BF16, BF16), (np.int8, np.int32)],
+)
+@pytest.mark.parametrize("columns", [17, 100])
+def test_terms_of_narrow_matrices_are_added_in_parts(rng, dtype, out, columns):
+    """Several parts of k, of which the last is shorter, whose accumulators are added."""
+    a, b = operands(rng, "mk,kn", {"m": 2, "n": columns, "k": 9001}, dtype, dtype)
+    check = partial(assert_product, lhs=a, rhs=b, subscripts="mk,kn->mn")
+    check_each_level(check, partial(product, "mk,kn", out=out), a, b)
+
+
 def test_integers_are_the_same_on_every_level(rng):
     """Extremes of int8, where instructions that saturate or take one unsigned side go wrong."""
     a = jnp.asarray(rng.choice(np.array([-128, 127], np.int8), (37, 1031)))

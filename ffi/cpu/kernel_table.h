@@ -79,6 +79,8 @@ struct VectorFamily {
   PackFn pack_small[kNumDTypes];
   VectorKernel across[kNumDTypes][kMaxVectorRows];  // big operand's outer stride is 1
   VectorKernel along[kNumDTypes][kMaxVectorRows];   // big operand's k stride is 1
+  // Adds accumulators, whose number is a multiple of `lanes`.
+  void (*add)(void* to, const void* from, int64_t count);
 };
 
 // out (+)= a tile of accumulators, converted. Addition needs the accumulator's own type.

@@ -23,6 +23,8 @@ namespace {
 
 // A task has edges of so many bytes, so that it takes longer than to hand it to a thread.
 constexpr int64_t kTaskBytes = 64 << 10;
+// Results are filled with rows of so many bytes, which are copied.
+constexpr int64_t kFillBytes = 8 << 10;
 // Rows of the table are fetched for so many edges ahead.
 constexpr int64_t kEdgesAhead = 2;
 
@@ -40,54 +42,67 @@ struct Table {
     return static_cast<uint32_t>(keys[edge]) < static_cast<uint64_t>(rows);
   }
   char* Row(int64_t edge) const { return table + keys[edge] * row_bytes; }
-  void Add(int64_t edge, void* totals) const {
-    family->by_key({updates + edge * row_bytes, keys + edge, 1, columns, keys[edge], 1, true},
-                   totals);
-  }
 };
 
-// Lists the edges of each row: `first[row]` is its first edge, and `next[edge]` the one after an
-// edge, or -1. Rows that no edge has are left alone.
-void ListEdges(const Table& t, int32_t* first, int32_t* next) {
+// Puts the edges of each row side by side, in their order, and returns how many there are. Numbers
+// of `rows` that no edge has are left alone.
+int64_t OrderEdges(const Table& t, int32_t* rows, int32_t* order) {
   for (int64_t edge = 0; edge < t.edges; ++edge) {
-    if (t.Has(edge)) first[t.keys[edge]] = -1;
+    if (t.Has(edge)) rows[t.keys[edge]] = 0;
   }
-  for (int64_t edge = t.edges - 1; edge >= 0; --edge) {
+  for (int64_t edge = 0; edge < t.edges; ++edge) {
+    if (t.Has(edge)) ++rows[t.keys[edge]];
+  }
+  int32_t count = 0;
+  for (int64_t edge = 0; edge < t.edges; ++edge) {
     if (!t.Has(edge)) continue;
-    next[edge] = first[t.keys[edge]];
-    first[t.keys[edge]] = static_cast<int32_t>(edge);
+    // A row has the number of its edges, and then the complement of the place of the next one.
+    int32_t& row = rows[t.keys[edge]];
+    const int32_t place = row > 0 ? count : ~row;
+    if (row > 0) count += row;
+    row = ~(place + 1);
+    order[place] = static_cast<int32_t>(edge);
   }
+  std::fill(order + count, order + t.edges, 0);
+  return count;
 }
 
-// Combines the row with its edges, of which `edge` is the first.
-void UpdateRow(const Table& t, int64_t edge, const int32_t* next, char* totals) {
-  char* const row = t.Row(edge);
-  if (t.narrow == nullptr) {
-    for (int64_t each = edge; each >= 0; each = next[each]) t.Add(each, row);
-    return;
+// Combines a row with its edges, which are order[first] .. order[last - 1].
+void UpdateRow(const Table& t, const int32_t* order, int64_t first, int64_t last, char* totals) {
+  char* const row = t.Row(order[first]);
+  char* const to = t.narrow == nullptr ? row : totals;
+  if (t.narrow != nullptr) t.family->listed({row, nullptr, 1, t.columns, 0, 1}, to);
+  if (last == first + 1) {
+    t.family->by_key({t.updates + order[first] * t.row_bytes, t.keys + order[first], 1, t.columns,
+                      t.keys[order[first]], 1, true},
+                     to);
+  } else {
+    char* const of_edges = totals + t.total_bytes;
+    t.family->listed({t.updates, order, t.edges, t.columns, first, last}, of_edges);
+    t.family->combine(to, of_edges, t.columns);
   }
-  t.family->listed({row, nullptr, 1, t.columns, 0, 1}, totals);
-  for (int64_t each = edge; each >= 0; each = next[each]) t.Add(each, totals);
-  t.narrow(totals, t.columns, row);
+  if (t.narrow != nullptr) t.narrow(totals, t.columns, row);
 }
 
 void Update(const Workers& workers, const Table& t) {
-  auto* first = static_cast<int32_t*>(
+  auto* rows = static_cast<int32_t*>(
       Scratch(ScratchUse::kLhs, (t.rows + t.edges) * static_cast<int64_t>(sizeof(int32_t))));
-  int32_t* next = first + t.rows;
-  ListEdges(t, first, next);
+  int32_t* order = rows + t.rows;
+  const int64_t count = OrderEdges(t, rows, order);
+  const auto same_row = [&](int64_t a, int64_t b) { return t.keys[order[a]] == t.keys[order[b]]; };
   const int64_t each = std::max<int64_t>(kTaskBytes / (2 * t.row_bytes), 1);
-  workers.Run(CeilDiv(t.edges, each), [&](int64_t task) {
-    auto* totals = static_cast<char*>(Scratch(ScratchUse::kSums, t.total_bytes));
-    const int64_t end = std::min((task + 1) * each, t.edges);
-    for (int64_t edge = task * each; edge < end; ++edge) {
-      const int64_t ahead = edge + kEdgesAhead;
-      if (ahead < end && t.Has(ahead)) {
-        for (int64_t at = 0; at < t.row_bytes; at += kLineBytes) {
-          __builtin_prefetch(t.Row(ahead) + at);
-        }
+  workers.Run(CeilDiv(count, each), [&](int64_t task) {
+    auto* totals = static_cast<char*>(Scratch(ScratchUse::kSums, 2 * t.total_bytes));
+    const int64_t end = std::min((task + 1) * each, count);
+    for (int64_t first = task * each; first < end; ++first) {
+      if (first + kEdgesAhead < end) {
+        const char* const ahead = t.Row(order[first + kEdgesAhead]);
+        for (int64_t at = 0; at < t.row_bytes; at += kLineBytes) __builtin_prefetch(ahead + at);
       }
-      if (t.Has(edge) && first[t.keys[edge]] == edge) UpdateRow(t, edge, next, totals);
+      if (first > 0 && same_row(first - 1, first)) continue;
+      int64_t last = first + 1;
+      while (last < count && same_row(first, last)) ++last;
+      UpdateRow(t, order, first, last, totals);
     }
   });
 }
@@ -111,10 +126,10 @@ void FillRows(const Workers& workers, const Table& t) {
       return;
     }
     std::memcpy(begin, row, t.row_bytes);
-    // What is copied again and again stays in the cache.
+    // What is copied again and again stays in L1.
     for (int64_t done = t.row_bytes; done < bytes;) {
       const int64_t next = std::min(
-          {done, bytes - done, std::max<int64_t>(kTaskBytes / t.row_bytes, 1) * t.row_bytes});
+          {done, bytes - done, std::max<int64_t>(kFillBytes / t.row_bytes, 1) * t.row_bytes});
       std::memcpy(begin + done, begin, next);
       done += next;
     }

@@ -69,7 +69,7 @@ std::vector<Case> ThreadedCases() {
   const int64_t shapes[][4] = {{1, 65, 130, 150}, {1, 97, 131, 802},  {1, 3, 1500, 260},
                                {1, 1300, 2, 300}, {40, 16, 17, 128},  {3, 150, 140, 130},
                                {1, 2050, 20, 40}, {1, 20, 1100, 420}, {1, 61, 9, 2100},
-                               {1, 270, 40, 600}};
+                               {1, 270, 40, 600}, {1, 2, 60, 2300}};
   std::vector<Case> cases;
   for (const auto& s : shapes) {
     for (Layout lhs : {kRowMajor, kColumnMajor}) {
