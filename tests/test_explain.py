@@ -182,16 +182,14 @@ def test_says_why_xla_takes_a_call():
 
 
 @pytest.mark.parametrize(
-    ("function", "arrays"),
+    "function",
     [
-        (lambda x, w, b: jtk.linear(x, w, b, jax.nn.gelu), [(5, 1), (1, 4), (4,)]),
-        (lambda x, w: jtk.matmul(x, w, epilogue=jtk.row_max), [(5, 1), (1, 4)]),
-        (jtk.gated_linear, [(5, 1), (1, 4), (1, 4)]),
-        (lambda h, w: jtk.linear_cross_entropy(h, w, jnp.zeros(5, int)), [(5, 1), (1, 4)]),
+        lambda x, w: jtk.matmul(x, w, epilogue=jtk.row_max),
+        lambda h, w: jtk.linear_cross_entropy(h, w, jnp.zeros(5, int)),
     ],
 )
-def test_xla_fuses_outer_products_with_their_epilogues(function, arrays):
-    arrays = [jnp.ones(shape, jnp.bfloat16) for shape in arrays]
+def test_xla_fuses_outer_products_with_reductions_of_rows(function):
+    arrays = [jnp.ones(shape, jnp.bfloat16) for shape in ((5, 1), (1, 4))]
     with jtk.gpu_target("sm_90"):
         choices = jtk.explain(function, *arrays, platform="cuda")
     assert not any(choice.kernel for choice in choices)
