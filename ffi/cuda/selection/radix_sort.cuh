@@ -9,6 +9,10 @@
 //
 // A digit that all elements of a row share is skipped. Buffers alternate such that the last pass
 // over a row writes the result; passes before it write sortable_bits().
+//
+// Rows of 64 bits are first sorted by their upper digits alone, as many as tell most elements
+// apart. `order_prefix_runs` then orders the elements of each short run that shares these digits.
+// Where a longer run is not in order, the row is sorted by all digits.
 #pragma once
 
 #include "ptx.cuh"
@@ -35,9 +39,35 @@ struct DigitPassShape {
   uint32 columns;
   uint32 tiles;  // of a row
   uint32 digit;  // its number
+  uint32 is_of_prefix;
   uint32 reads_backwards;
   uint32 writes_backwards;
 };
+
+// What a pass does with a row that is sorted by its upper digits first.
+template <typename T>
+inline constexpr bool kHasPrefix = sizeof(T) == 8;
+// Elements of a run that are compared with each other.
+inline constexpr uint32 kPrefixRun = 32;
+// In how many bits more than the number of a column has the prefix differs. Values of floats crowd
+// where exponents are equal.
+template <typename T>
+inline constexpr int kPrefixSlack = kIsFloat<T> ? 7 : -1;
+
+// The first digit of the prefix that rows are sorted by, or 0 where all digits are as fast.
+template <typename T>
+inline uint32 first_of_prefix(OrderedBits<T> differing, uint32 columns) {
+  const int enough = 32 - __clz(columns) + kPrefixSlack<T>;
+  uint32 first = 0, left_out = 0;
+#pragma unroll
+  for (uint32 digit = 0; digit < sizeof(T); ++digit) {
+    const auto upper = differing >> digit * kSortDigitBits;
+    // Two digits that are left out pay for the order of runs.
+    if (left_out >= 2 && __popcll(upper) >= enough) first = digit;
+    left_out += upper % kSortDigits != 0;
+  }
+  return first;
+}
 
 // Counts counts[row][digit][value], and the bits in which elements of a row differ.
 template <typename T>
@@ -131,7 +161,8 @@ template <typename T, int kThreads, int kItems, bool kValues, bool kIndices>
 __global__ void __launch_bounds__(kThreads, kTileThreads<T> / kThreads)
     sort_by_digit(const T* x, T* keys, T* other_keys, int32* indices, int32* other_indices,
                   uint32* ticket_counter, const OrderedBits<T>* differing, const uint32* counts,
-                  uint32* slots, const __grid_constant__ DigitPassShape shape) {
+                  uint32* slots, const uint32* failed,
+                  const __grid_constant__ DigitPassShape shape) {
   using Bits = OrderedBits<T>;
   using Word = UnsignedOf<sizeof(T)>;
   constexpr int kWarps = kThreads / 32;
@@ -160,11 +191,20 @@ __global__ void __launch_bounds__(kThreads, kTileThreads<T> / kThreads)
   };
   // Equal elements are copied by the last pass.
   if (!differs(shape.digit) && (bits_that_differ != 0 || shape.digit + 1 < kDigits)) return;
+  uint32 first_digit = 0;
+  if constexpr (kHasPrefix<T>) {
+    first_digit = first_of_prefix<T>(bits_that_differ, shape.columns);
+    if (shape.is_of_prefix ? first_digit == 0 || shape.digit < first_digit
+                           : first_digit != 0 && failed[row] == 0) {
+      return;
+    }
+    if (!shape.is_of_prefix) first_digit = 0;
+  }
   bool is_first = true;
-  uint32 passes_left = 0;
+  uint32 passes_left = kHasPrefix<T> && shape.is_of_prefix;
 #pragma unroll
   for (uint32 digit = 0; digit < kDigits; ++digit) {
-    if (digit < shape.digit && differs(digit)) is_first = false;
+    if (digit >= first_digit && digit < shape.digit && differs(digit)) is_first = false;
     if (digit > shape.digit) passes_left += differs(digit);
   }
   const bool is_last = passes_left == 0, to_results = passes_left % 2 == 0;
@@ -281,6 +321,62 @@ __global__ void __launch_bounds__(kThreads, kTileThreads<T> / kThreads)
       to_keys[to] = element_of_sortable<T>(bits);
     }
     if constexpr (kIndices) to_indices[to] = tile_indices[at];
+  }
+}
+
+// Orders runs of elements that share the prefix of a row, which `other_keys` is sorted by.
+struct PrefixRunsShape {
+  uint32 columns;
+  uint32 tiles;  // of a row
+  uint32 writes_backwards;
+};
+template <typename T, int kThreads, int kItems, bool kValues, bool kIndices>
+__global__ void __launch_bounds__(kThreads)
+    order_prefix_runs(const T* other_keys, T* keys, const int32* other_indices, int32* indices,
+                      const OrderedBits<T>* differing, uint32* failed,
+                      const __grid_constant__ PrefixRunsShape shape) {
+  using Bits = OrderedBits<T>;
+  constexpr uint32 kTile = kThreads * kItems;
+  Bits* const tile_bits = reinterpret_cast<Bits*>(shared_memory);
+  const uint32 row = blockIdx.x / shape.tiles, begin = blockIdx.x % shape.tiles * kTile;
+  launch_dependents();
+  wait_for_prerequisites();
+  const uint32 first_digit = first_of_prefix<T>(differing[row], shape.columns);
+  if (first_digit == 0) return;
+  const int64 start = static_cast<int64>(row) * shape.columns;
+  const auto* const from = reinterpret_cast<const Bits*>(other_keys) + start;
+  // The tile, and a run's length before and behind it.
+  const uint32 halo = min_of(begin, kPrefixRun);
+  const uint32 end = min_of(begin + kTile, shape.columns);
+  const uint32 known = min_of(end + kPrefixRun, shape.columns) - (begin - halo);
+  for (uint32 i = threadIdx.x; i < known; i += kThreads) tile_bits[i] = from[begin - halo + i];
+  __syncthreads();
+  const uint32 shift = first_digit * kSortDigitBits;
+  for (uint32 at = begin + threadIdx.x; at < end; at += kThreads) {
+    const uint32 own = at - begin + halo;
+    const Bits bits = tile_bits[own], key = sort_key<T>(bits), prefix = key >> shift;
+    uint32 before = 0, behind = 0, larger_before = 0, smaller_behind = 0;
+    while (before < kPrefixRun && before < own) {
+      const Bits other = sort_key<T>(tile_bits[own - before - 1]);
+      if (other >> shift != prefix) break;
+      larger_before += other > key;
+      ++before;
+    }
+    while (behind < kPrefixRun && own + behind + 1 < known) {
+      const Bits other = sort_key<T>(tile_bits[own + behind + 1]);
+      if (other >> shift != prefix) break;
+      smaller_behind += other < key;
+      ++behind;
+    }
+    uint32 to = at - larger_before + smaller_behind;
+    if (before + behind >= kPrefixRun) {
+      // A longer run stays as it is.
+      to = at;
+      if (before > 0 && sort_key<T>(tile_bits[own - 1]) > key) publish(&failed[row], 1);
+    }
+    if (shape.writes_backwards) to = shape.columns - 1 - to;
+    if constexpr (kValues) keys[start + to] = element_of_sortable<T>(bits);
+    if constexpr (kIndices) indices[start + to] = other_indices[start + at];
   }
 }
 

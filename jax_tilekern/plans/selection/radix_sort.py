@@ -40,6 +40,8 @@ _MAX_THREAD_BYTES = 96
 _MOST_ITEMS = {1: 16}
 _WORD_BYTES, _SECTOR_BYTES = 4, 32
 _VALUES = 1 << DIGIT_BITS  # of a digit
+# The first digit that a prefix may begin with, and the most elements of a run that shares it.
+_PREFIX_DIGIT, _PREFIX_RUN = 2, 32
 # `count_row_digits`: threads, elements that a thread loads at once, copies of a count, and CTAs of
 # an SM.
 _COUNT_THREADS, _COUNT_ITEMS, _COUNT_COPIES, _COUNT_CTAS = 512, 8, 16, 2
@@ -61,21 +63,42 @@ class Control:
     tiles: int  # of a row
 
     @property
+    def passes(self) -> int:
+        """By all digits, and before them by those that a prefix may have."""
+        return self.problem.passes * (1 + has_prefix(self.problem))
+
+    @property
     def differing(self) -> int:
-        """Behind a counter of tickets for each digit."""
-        return 8 * _WORD_BYTES
+        """Behind a counter of tickets for each pass."""
+        return 16 * _WORD_BYTES
+
+    @property
+    def failed(self) -> int:
+        """Whether a row has to be sorted by all digits."""
+        return self.differing + 8 * self.problem.rows
 
     @property
     def counts(self) -> int:
-        return self.differing + 8 * self.problem.rows
+        return self.failed + 2 * _WORD_BYTES * math.ceil(self.problem.rows / 2)
 
-    def slots(self, digit: int) -> int:
+    def slots(self, number: int) -> int:
         rows, digits = self.problem.rows, self.problem.passes
-        return self.counts + _WORD_BYTES * _VALUES * rows * (digits + digit * self.tiles)
+        return self.counts + _WORD_BYTES * _VALUES * rows * (digits + number * self.tiles)
 
     @property
     def bytes(self) -> int:
-        return self.slots(self.problem.passes)
+        return self.slots(self.passes)
+
+
+def has_prefix(problem: SortedRows) -> bool:
+    """Whether rows are first sorted by their upper digits alone."""
+    return problem.dtype.itemsize == 8
+
+
+def _prefix_bits(problem: SortedRows) -> int:
+    """Return in how many bits elements have to differ for a prefix of them to be enough."""
+    slack = -1 if problem.dtype.kind in "iu" else 7
+    return problem.columns.bit_length() + slack
 
 
 @dataclass(frozen=True)
@@ -109,7 +132,9 @@ class RadixSort(CostedCandidate):
         types = f"{dtype}, {self.tile.threads}, {self.tile.items}, {flags}"
         count = Kernel(_FILE, f"tilekern::count_row_digits<{dtype}>")
         sort = Kernel(_FILE, f"tilekern::sort_by_digit<{types}>")
-        compiled = compile_kernels(CLEAR, count, sort, arch=gpu.arch)
+        runs = Kernel(_FILE, f"tilekern::order_prefix_runs<{types}>")
+        kernels = [CLEAR, count, sort, *[runs] * has_prefix(problem)]
+        compiled = compile_kernels(*kernels, arch=gpu.arch)
 
         control = Control(problem, self.tiles)
         workspaces = [control.bytes]
@@ -148,21 +173,38 @@ class RadixSort(CostedCandidate):
         ]
         sizes = problem.rows, problem.columns, self.tiles
         backwards = problem.order == "descending", problem.order != "ascending"
-        launches += [
-            Launch(
+        failed = Buffer(of_control, control.failed)
+
+        def sort_by_digit(digit: int, of_prefix: bool) -> Launch:
+            number = digit + digits * of_prefix
+            return Launch(
                 entry=compiled.entry(sort.name),
                 grid=(problem.rows * self.tiles, 1, 1),
                 block=(self.tile.threads, 1, 1),
                 parameters=(
                     *(Buffer(0), keys, other_keys, indices, other_indices),
-                    Buffer(of_control, digit * _WORD_BYTES),
-                    *(differing, counts, Buffer(of_control, control.slots(digit))),
-                    Scalars.pack("6I", *sizes, digit, *backwards),
+                    Buffer(of_control, number * _WORD_BYTES),
+                    *(differing, counts, Buffer(of_control, control.slots(number)), failed),
+                    Scalars.pack("7I", *sizes, digit, of_prefix, *backwards),
                 ),
                 shared_memory_bytes=self.shared_bytes,
             )
-            for digit in range(digits)
-        ]
+
+        if has_prefix(problem):
+            launches += [sort_by_digit(digit, True) for digit in range(_PREFIX_DIGIT, digits)]
+            launches.append(
+                Launch(
+                    entry=compiled.entry(runs.name),
+                    grid=(problem.rows * self.tiles, 1, 1),
+                    block=(self.tile.threads, 1, 1),
+                    parameters=(
+                        *(other_keys, keys, other_indices, indices, differing, failed),
+                        Scalars.pack("3I", problem.columns, self.tiles, backwards[1]),
+                    ),
+                    shared_memory_bytes=(self.tile.columns + 2 * _PREFIX_RUN) * size,
+                )
+            )
+        launches += [sort_by_digit(digit, False) for digit in range(digits)]
         return LaunchPlan(
             name=f"sort {problem.dtype}",
             gpu=gpu,
@@ -205,7 +247,7 @@ def radix_sort_candidate(problem: SortedRows, gpu: Gpu) -> RadixSort | NoKernel:
 
 
 def _cycles(problem: SortedRows, tile: Tile, gpu: Gpu) -> float:
-    """Estimate the time of a sort whose elements differ in all digits."""
+    """Estimate the time of a sort whose elements differ in all digits, and have short runs."""
     rates, digits, size = gpu.rates, problem.passes, problem.dtype.itemsize
     elements = problem.rows * problem.columns
     tiles = math.ceil(problem.columns / tile.columns)
@@ -215,6 +257,11 @@ def _cycles(problem: SortedRows, tile: Tile, gpu: Gpu) -> float:
         elements * size / rates.memory_bandwidth,
         warp_items * digits * _COUNT_CYCLES,
     )
+    launched = digits
+    if has_prefix(problem):
+        # The order of runs takes about as long as a pass, and each skipped pass as a launch.
+        launched = 2 * digits - _PREFIX_DIGIT + 1
+        digits = min(digits, math.ceil(_prefix_bits(problem) / DIGIT_BITS) + 1)
     # Indices of the first pass are columns, which are not read. Elements that are no result are not
     # written by the last one. A run of elements of one value begins and ends within a sector.
     of_element = size + COLUMN_BYTES * problem.indices
@@ -233,5 +280,5 @@ def _cycles(problem: SortedRows, tile: Tile, gpu: Gpu) -> float:
     # of a tile, the tiles end whose look-back that many steps cover.
     together = min(tiles, max(1, _TILE_CTAS * gpu.sm_count // problem.rows))
     look_back = math.ceil(math.sqrt(2 * together / _STEP_TILES)) * _STEP_LATENCY
-    launches = rates.launch_cycles + (1 + digits) * rates.next_launch_cycles
+    launches = rates.launch_cycles + (1 + launched) * rates.next_launch_cycles
     return launches + cleared + counted + digits * (max(memory, busy, alone) + look_back)
