@@ -343,6 +343,8 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_prerequisites();
   const uint32 first_digit = first_of_prefix<T>(differing[row], shape.columns);
   if (first_digit == 0) return;
+  // A row that has failed is sorted by all digits.
+  if (__syncthreads_or(threadIdx.x == 0 && published(&failed[row]) != 0)) return;
   const int64 start = static_cast<int64>(row) * shape.columns;
   const auto* const from = reinterpret_cast<const Bits*>(other_keys) + start;
   // The tile, and a run's length before and behind it.
@@ -352,18 +354,25 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32 i = threadIdx.x; i < known; i += kThreads) tile_bits[i] = from[begin - halo + i];
   __syncthreads();
   const uint32 shift = first_digit * kSortDigitBits;
+  const auto key_at = [&](uint32 i) { return sort_key<T>(tile_bits[i]); };
+  bool is_disordered = false;
+  for (uint32 i = threadIdx.x + 1; i < known; i += kThreads) {
+    const Bits left = key_at(i - 1), right = key_at(i);
+    is_disordered |= left > right && left >> shift == right >> shift;
+  }
+  const bool has_disorder = __syncthreads_or(is_disordered);
   for (uint32 at = begin + threadIdx.x; at < end; at += kThreads) {
     const uint32 own = at - begin + halo;
     const Bits bits = tile_bits[own], key = sort_key<T>(bits), prefix = key >> shift;
     uint32 before = 0, behind = 0, larger_before = 0, smaller_behind = 0;
-    while (before < kPrefixRun && before < own) {
-      const Bits other = sort_key<T>(tile_bits[own - before - 1]);
+    while (has_disorder && before < kPrefixRun && before < own) {
+      const Bits other = key_at(own - before - 1);
       if (other >> shift != prefix) break;
       larger_before += other > key;
       ++before;
     }
-    while (behind < kPrefixRun && own + behind + 1 < known) {
-      const Bits other = sort_key<T>(tile_bits[own + behind + 1]);
+    while (has_disorder && behind < kPrefixRun && own + behind + 1 < known) {
+      const Bits other = key_at(own + behind + 1);
       if (other >> shift != prefix) break;
       smaller_behind += other < key;
       ++behind;
@@ -372,7 +381,7 @@ __global__ void __launch_bounds__(kThreads)
     if (before + behind >= kPrefixRun) {
       // A longer run stays as it is.
       to = at;
-      if (before > 0 && sort_key<T>(tile_bits[own - 1]) > key) publish(&failed[row], 1);
+      if (before > 0 && key_at(own - 1) > key) publish(&failed[row], 1);
     }
     if (shape.writes_backwards) to = shape.columns - 1 - to;
     if constexpr (kValues) keys[start + to] = element_of_sortable<T>(bits);
