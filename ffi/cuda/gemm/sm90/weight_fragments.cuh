@@ -60,7 +60,8 @@ struct WeightFloats {
     integer = from_float<T>(kOffset + kBias + own).bits * kOnes;
     rest = from_float<T>(zero - own).bits * kOnes;
   }
-  WeightFloats() : WeightFloats(0) {}
+  // A bias is added to the lowest bits of the mantissa.
+  WeightFloats() : integer(kOffsetBits | kOnes * kBias), rest(0) {}
 
   // Converts two integers, which are in the lowest bits of the halves of a word. `mask` is kMask.
   uint32 convert(uint32 integers, uint32 mask) const {

@@ -192,11 +192,11 @@ class WeightOnlyMatmul {
     // The k-tile of the consumer that is next, from the first one of the tile on.
     int own = first;
     for (int number = 0; tiles_.find(number, tile); ++number) {
-      scales_ = scales_of(tile).scales;
-      zeros_ = scales_of(tile).zeros;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        groups_[half] = first_group(tile, warp_row + lane / 4 + 8 * half);
+        const int64 first = first_group(tile, warp_row + lane / 4 + 8 * half);
+        scales_[half] = scales_of(tile).scales + first;
+        zeros_[half] = scales_of(tile).zeros + first;
       }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) result_[i] = 0;
@@ -232,14 +232,14 @@ class WeightOnlyMatmul {
 
   // Loads the numbers of a k-tile's groups. Elements behind the last group are zeros of x.
   template <typename Number>
-  void load(const Number* numbers, Number (&loaded)[kGroups][2], int k_tile) const {
+  void load(const Number* const (&numbers)[2], Number (&loaded)[kGroups][2], int k_tile) const {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       const bool own_group = kGroups > 1 || shape_.group == kGroup;
       const int own = own_group ? k_tile * kGroups + group : k_tile * kGroup / shape_.group;
       const int at = min_of(own, shape_.groups - 1);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) loaded[group][half] = numbers[groups_[half] + at];
+      for (int half = 0; half < 2; ++half) loaded[group][half] = numbers[half][at];
     }
   }
 
@@ -364,15 +364,13 @@ class WeightOnlyMatmul {
   const WeightOnlyShape& shape_;
   Tiles tiles_;
   Scales first_, second_;
-  // Those of a consumer's tile.
-  const Scale* scales_;
-  const Zero* zeros_;
+  // Those of rows row and 8 + row of a consumer's tile.
+  const Scale* scales_[2];
+  const Zero* zeros_[2];
   Out* out_;
   uint32 stages_;
   Pipeline pipeline_;
   uint32 results_;
-  // Where the groups of rows row and 8 + row begin.
-  int64 groups_[2];
   uint32 words_[2][kSteps][4];
   uint32 integers_[kSteps / Fragments::kUnitSteps][2];
   Scale loaded_scales_[kGroups][2];
