@@ -120,8 +120,8 @@ def test_columns(rng, scan, sms, backwards):
         # Rows of several columns: of a vector, or vectors of several accesses.
         composition(19, 7, 2, initial=True),
         composition(21, 5, 3, BF16, reverse=True, initial=True),
-        composition(11, 40, 7, reverse=True, initial=True),
-        composition(13, 2, 5, F64),
+        composition(11, 40, 6, reverse=True, initial=True),
+        composition(13, 2, 3, F64),
         *(
             pytest.param(
                 composition(41, length, 1, dtype, reverse=length % 2 == 0, initial=length % 3 == 0),

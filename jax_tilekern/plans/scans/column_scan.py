@@ -58,7 +58,7 @@ class ColumnScan:
         return max(_LEAST_LANES, min(WARP, wanted))
 
     @property
-    def used_lanes(self) -> float:
+    def used(self) -> float:
         """The share of the lanes that have columns, where these are few."""
         return min(1.0, self.scan.columns / (self.lanes * self.vector))
 

@@ -34,8 +34,8 @@ _XLA_ELEMENT, _MOST_STEPS, _XLA_ODD_ELEMENT = 3.5e-7, 16, 2e-6
 def kernel_microseconds(scan: Scan, gpu: Gpu, kernel: ScanKernel) -> float:
     launches = _KERNEL + (_LOOK_BACK if kernel.tiles > 1 else 0.0)
     share = _SHARE if isinstance(kernel, RowScan | ColumnScan) else _SHORT_SHARE
-    if isinstance(kernel, ColumnScan):
-        share *= kernel.used_lanes
+    if isinstance(kernel, ShortColumnScan | ColumnScan):
+        share *= kernel.used
     return launches + _memory_microseconds(scan, gpu) / share
 
 

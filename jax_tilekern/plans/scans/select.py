@@ -11,11 +11,9 @@ from jax_tilekern.plans.scans.column_scan import ColumnScan
 from jax_tilekern.plans.scans.cost import ScanKernel, kernel_microseconds, xla_microseconds
 from jax_tilekern.plans.scans.problem import Scan
 from jax_tilekern.plans.scans.row_scan import RowScan
-from jax_tilekern.plans.scans.short_column_scan import ShortColumnScan
+from jax_tilekern.plans.scans.short_column_scan import SECTOR_BYTES, ShortColumnScan
 from jax_tilekern.plans.scans.short_row_scan import ShortRowScan
 
-# Columns of fewer bytes, of which accesses move more than they use, are parts of rows.
-_SECTOR_BYTES = 32
 # XLA fuses its operation with what surrounds it, so a kernel has to be faster by as much.
 _MARGIN = 1.1
 
@@ -39,7 +37,8 @@ def plan_scan(scan: Scan, gpu: Gpu) -> LaunchPlan | NoKernel:
 def _kernel(scan: Scan, gpu: Gpu) -> ScanKernel:
     widest = max(x.dtype.itemsize for x in scan.inputs)
     short_rows = ShortRowScan(scan, gpu.sm_count)
-    if scan.columns * widest < _SECTOR_BYTES and scan.outer > 1 and short_rows.thread_vectors > 0:
+    # Accesses to columns of fewer bytes move more than they use.
+    if scan.columns * widest < SECTOR_BYTES and scan.outer > 1 and short_rows.thread_vectors > 0:
         return short_rows
     if scan.columns == 1:
         return RowScan(scan)

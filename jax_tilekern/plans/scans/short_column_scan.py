@@ -16,6 +16,8 @@ _THREADS = 128
 # Bytes that a thread holds in registers, and with vectors of more than a word.
 _REGISTER_BYTES, _WIDE_BYTES = 160, 96
 _WORD_BYTES = 4
+# What memory moves at least; and steps of whose sectors half are read again, by times of an H200.
+SECTOR_BYTES, _CACHED_STEPS = 32, 32
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,15 @@ class ShortColumnScan:
         whole = (x for x in sizes if self.scan.columns % x == 0)
         most = {x: _WIDE_BYTES if x * widest > _WORD_BYTES else _REGISTER_BYTES for x in sizes}
         return next((x for x in whole if self._held_bytes(x) <= most[x]), 1)
+
+    @property
+    def used(self) -> float:
+        """The share of the bytes of memory sectors that accesses use, where columns are few.
+
+        The more steps there are, the fewer of these sectors a cache has for the next step.
+        """
+        share = self.scan.columns * max(x.dtype.itemsize for x in self.scan.inputs) / SECTOR_BYTES
+        return 1.0 if share >= 1 else share / (1 + self.scan.length / _CACHED_STEPS)
 
     @property
     def fits(self) -> bool:

@@ -17,6 +17,8 @@ _THREADS = 128
 # word has bits.
 _VALUE_BYTES, _LOADED_BYTES, _MOST_ELEMENTS = 80, 128, 32
 _WORD_BYTES = 4
+# Accesses to a vector, of which each leaves parts of memory sectors to the others.
+_MOST_ACCESSES = 3
 _MOST_VECTORS = 4
 # Warps for each SM, without which a thread has fewer vectors.
 _WARPS_OF_SM = 32
@@ -39,7 +41,8 @@ class ShortRowScan:
         for access in (x for x in (16, 8, 4, 2, 1) if x * max(sizes) <= VECTOR_BYTES):
             vector = math.lcm(access, self.scan.columns)
             has_words = all(vector * x % _WORD_BYTES == 0 for x in sizes)
-            if vector <= most and (has_words or vector == access):
+            is_small = vector <= min(most, _MOST_ACCESSES * access)
+            if is_small and (has_words or vector == access):
                 return vector
         return 0
 
