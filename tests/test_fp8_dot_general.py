@@ -86,6 +86,7 @@ def test_vectors_on_a_gpu(numbers):
 
 
 @pytest.mark.skipif(on_gpu(), reason="a CPU's program")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="a CPU's compiler ignores the barrier")
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_factors_of_an_outer_product_are_dequantised_once(rng, dtype):
     x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((600, 1), (1, 700)))
