@@ -114,7 +114,7 @@ class CheckedProgram:
         with jax.enable_x64(program.wide):
             sets = [first, *(copied() for _ in range(self._copies - 1))]
             taken = {name: [program.taken_by(name, x) for x in sets] for name in self.names}
-        return {name: rotating(self.found.sides[name], taken[name]) for name in self.names}
+        return rotating(self.found.sides, taken)
 
     def row(self, times: Times) -> Record:
         """Return the row with the times of its sides."""

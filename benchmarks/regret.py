@@ -198,7 +198,6 @@ class _Timed:
 
     def runs(self) -> Runs:
         """Return functions that make one call of each side whose result is XLA's."""
-        runs: dict[str, Any] = {}
         with self.row.types_enabled():
             problem = self.problem
             if self.by_xla is None:
@@ -207,20 +206,17 @@ class _Timed:
             assert self.product is not None
             sides = {XLA: self.by_xla, **self.sides}
             self.failures |= faults(sides, first, tolerance_of(self.product))
-            sets = beyond_cache(first, problem.operands, self.gpu.l2_bytes)
-            for key, side in self.sides.items():
-                if key not in self.failures:
-                    runs |= self._runs(key, side, sets)
+            right = {key: x for key, x in self.sides.items() if key not in self.failures}
+            sets = dict.fromkeys(right, beyond_cache(first, problem.operands, self.gpu.l2_bytes))
             if self.with_xla:
                 make = self.row.random_operands
-                sets = beyond_cache(make(), make, self.gpu.l2_bytes)
-                xla = self._runs(XLA, self.ours, sets)
-                runs |= {key: policy("xla")(run) for key, run in xla.items()}
-        return runs
-
-    def _runs(self, key: str, side: Any, sets: Sequence[Any]) -> Runs:
-        found = {key: sets} | ({_WARM + key: sets[:1]} if self.warm else {})
-        return {name: self.row.types_enabled()(rotating(side, x)) for name, x in found.items()}
+                right[XLA] = policy("xla")(self.ours)
+                sets[XLA] = beyond_cache(make(), make, self.gpu.l2_bytes)
+            if self.warm:
+                right |= {_WARM + key: side for key, side in right.items()}
+                sets |= {_WARM + key: x[:1] for key, x in sets.items()}
+            runs = rotating(right, sets)
+        return {name: self.row.types_enabled()(run) for name, run in runs.items()}
 
     def record(self, seconds: Mapping[str, float]) -> Record:
         """Return what the record has of the product, with the side that the policy takes."""

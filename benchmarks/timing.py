@@ -85,10 +85,18 @@ class Times(NamedTuple):
         }
 
 
-def rotating(side: Callable[..., Any], sets: Sequence[Sequence[Any]]) -> Callable[[], Any]:
-    """Return what calls a side with the next of several sets of arguments."""
-    turns = itertools.cycle(sets)
-    return lambda: side(*next(turns))
+def rotating(sides: Mapping[str, Callable[..., Any]], sets: Mapping[str, Sequence[Any]]) -> Runs:
+    """Return what calls each side with the next of its sets of arguments.
+
+    All sides share one rotation; otherwise a side would find the arguments of the preceding one
+    in L2.
+    """
+    turns = itertools.count()
+
+    def run(name: str) -> Any:
+        return sides[name](*sets[name][next(turns) % len(sets[name])])
+
+    return {name: partial(run, name) for name in sets}
 
 
 def _order(sides: Iterable[str], rounds: int) -> list[str]:

@@ -186,6 +186,19 @@ def test_device_time_of_a_call_is_a_span():
     assert fields["seconds"]["ours"] == pytest.approx(150e-6)
 
 
+def test_no_side_finds_the_arguments_of_another_in_the_cache():
+    called = []
+    runs = timing.rotating(
+        {"ours": lambda x: called.append(x), "peer": lambda x: called.append(-x)},
+        {"ours": [(x,) for x in range(1, 6)], "peer": [(x,) for x in range(1, 6)]},
+    )
+    for name in ("ours", "peer", "peer", "ours"):
+        for _ in range(3):
+            runs[name]()
+    # As many calls lie between two of the same arguments as there are sets.
+    assert called == [1, 2, 3, -4, -5, -1, -2, -3, -4, 5, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("activities", "message"),
     [
