@@ -20,12 +20,15 @@ from benchmarks.commands import ProgramsCommand
 from benchmarks.programs import KERNELS, Arrays, Errors, Program, random_arrays
 
 _OPERATIONS = (
-    "inv", "solve", "cholesky", "svd", "eigh", "qr", "svdvals", "eigvalsh", "det", "expm"
+    "inv", "solve", "cholesky", "svd", "eigh", "qr", "svdvals", "eigvalsh", "det", "expm",
+    "lu_factor", "triangular_solve",
 )  # fmt: skip
 # Operations that take longer have a tenth of the matrices above some rows, and the kernels are
 # timed where the policy does not choose them, too.
 _DECOMPOSITIONS, _SMALL = _OPERATIONS[3:8], 16
 _DEFINITE, _RECTANGULAR = ("cholesky", "eigh", "eigvalsh"), ("svd", "qr", "svdvals")
+_WITH_SIDES = ("solve", "triangular_solve")
+_OPTIONS = {"triangular_solve": {"left_side": True, "lower": True}}
 _SAMPLED = 64
 # Rows, and right-hand sides of solve.
 _LARGE = {
@@ -50,7 +53,7 @@ class _Case(NamedTuple):
 def _operands(case: _Case, dtype: Any) -> Arrays:
     """Return random matrices, definite ones for some operations, and right-hand sides."""
     name, n, count, columns = case
-    square = name == "solve" or columns == 0
+    square = name in _WITH_SIDES or columns == 0
     a, b = random_arrays(
         ((count, n, n if square else columns), dtype), ((count, n, columns), dtype)
     )
@@ -58,7 +61,7 @@ def _operands(case: _Case, dtype: Any) -> Arrays:
         # A product of the default precision might not be positive definite.
         gram = functools.partial(jnp.matmul, precision="highest")
         return (jax.jit(lambda a: gram(a, a.mT) / n + jnp.eye(n, dtype=dtype))(a),)
-    return (a, b) if name == "solve" else (a,)
+    return (a, b) if name in _WITH_SIDES else (a,)
 
 
 def _errors(name: str, args: Arrays, results: Mapping[str, Any]) -> Errors:
@@ -87,12 +90,27 @@ def _error(name: str, args: Arrays, result: Any) -> float:
         left, right, expected = x[:, rows], more[0], a[:, rows]
     elif name == "inv":
         left, right, expected = a[:, rows], x, np.eye(a.shape[-1])[rows]
-    elif name == "solve":
+    elif name == "lu_factor":
+        left, right, expected = _factors(x, more[0].astype(int), a)
+    elif name in _WITH_SIDES:
+        a = np.tril(a) if name == "triangular_solve" else a
         left, right, expected = a[:, rows], x, np.asarray(args[1][chosen], np.float64)[:, rows]
     else:
         left, right, expected = x[:, rows], x.swapaxes(-1, -2), a[:, rows]
     wrong, scale = left @ right - expected, np.abs(left) @ np.abs(right)
     return float((np.abs(wrong).max((-2, -1)) / scale.max((-2, -1))).max())
+
+
+def _factors(factors: Any, pivots: Any, a: Any) -> tuple[Any, Any, Any]:
+    """Return the lower and the upper factors of matrices, and the permuted matrices."""
+    permuted, which = a.copy(), np.arange(len(a))
+    for row in range(pivots.shape[-1]):
+        other = pivots[:, row]
+        swapped = permuted[which, other]
+        permuted[which, other] = permuted[:, row]
+        permuted[:, row] = swapped
+    lower = np.tril(factors, -1) + np.eye(factors.shape[-1])
+    return lower, np.triu(factors), permuted
 
 
 def _sampled(size: int) -> Any:
@@ -104,12 +122,12 @@ def _cases(arguments: argparse.Namespace) -> Iterator[_Case]:
         for name, sizes in _LARGE.items():
             yield from (_Case(name, n, 1, columns) for n, columns in sizes)
         return
-    for name in arguments.operations:
+    for name, count in itertools.product(arguments.operations, arguments.count):
         for rows, columns in arguments.sizes:
             if columns == 0 or name in _RECTANGULAR:
                 few = name in _DECOMPOSITIONS and max(rows, columns) > _SMALL
-                count = arguments.count // 10 if few else arguments.count
-                yield _Case(name, rows, count, int(name == "solve") or columns)
+                matrices = max(1, count // 10) if few else count
+                yield _Case(name, rows, matrices, int(name in _WITH_SIDES) or columns)
 
 
 def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
@@ -121,7 +139,8 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
         yield Program(
             f"{name} {count} of {n}{f', {columns} columns' if columns else ''}, {dtype}",
             functools.partial(_operands, case, dtype),
-            {"ours": getattr(jtk.linalg, name), "XLA": getattr(PEERS.linalg, name)},
+            {side: functools.partial(getattr(module, name), **_OPTIONS.get(name, {}))
+             for side, module in (("ours", jtk.linalg), ("XLA", PEERS.linalg))},
             functools.partial(_errors, name), f"`{name}` of {size}, {dtype}",
             wide=dtype == "float64", margin=10,
             contexts={"ours": KERNELS if name in _DECOMPOSITIONS else nullcontext},
@@ -136,7 +155,7 @@ def _size(text: str) -> tuple[int, int]:
 
 COMMAND = ProgramsCommand(
     "batches of small matrices, or large matrices, against jnp.linalg", _programs, 0.3,
-    count={"type": int, "default": 100_000, "help": "matrices of a batch"},
+    count={"type": int, "nargs": "*", "default": [100_000], "help": "matrices of a batch"},
     operations={"choices": _OPERATIONS, "nargs": "*", "default": _OPERATIONS[:6]},
     sizes={
         "type": _size, "nargs": "*", "default": [(n, 0) for n in (2, 3, 4, 8, 16, 32, 64)],
