@@ -14,6 +14,7 @@ from jax_tilekern.plans.linalg.blocked_cholesky import plan_cholesky
 from jax_tilekern.plans.linalg.blocked_lu_plans import plan_inverse, plan_solution
 from jax_tilekern.plans.linalg.small_matrices import SmallMatrices, inverse_kernel, plan_matrices
 from jax_tilekern.plans.segments.few_segments import FewSegments
+from jax_tilekern.plans.segments.fill import plan_fill
 from jax_tilekern.plans.segments.index_sort import IndexSort, plan_bounds, plan_index_sort
 from jax_tilekern.plans.segments.problem import MapOperand, MapText, SegmentReduction
 from jax_tilekern.plans.segments.scanned_segments import ScannedSegments
@@ -399,3 +400,18 @@ def check_rows_of_experts(rng, dtype, kind, tokens, chosen, columns):
             [((tokens, columns), dtype)], options=emulated_plans.SANITIZED,
         )  # fmt: skip
         assert out.tobytes() == total.astype(dtype).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("count", "element"), [(1, F64.type(3)), (77, F16.type(-2)), (5000, F32.type(1)), (123456, 7j)]
+)
+def test_arrays_are_filled_with_an_element(count, element):
+    element = np.asarray(element)
+    expected = np.full(count, element)
+    (found,) = run(
+        lambda: plan_fill(count, element.tobytes(), SMALL_H100),
+        [],
+        [((count,), element.dtype)],
+        options=emulated_plans.SANITIZED,
+    )
+    np.testing.assert_array_equal(found, expected)

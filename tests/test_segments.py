@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from emulated_gpu import emulated_gpu
 from jax.sharding import PartitionSpec as P
-from numerics import (
-    on_gpu,
-    random,
-    whole,
-)
+from numerics import on_gpu, random, whole
+from nvrtc_mark import needs_emulator
+from products import H100
 from sharded import MESH_TYPES, bytes_sent, check, mesh_of, put
 
 import jax_tilekern as jtk
+from jax_tilekern.ops.segments import lowering
 from jax_tilekern.ops.segments.few_rows import add_few_rows
 
 of_a_cpu = pytest.mark.skipif(on_gpu(), reason="a CPU's choices and program")
@@ -591,6 +591,72 @@ def test_gpus_gather_few_rows_of_large_tables(dtype):
         assert reasons(500, 1000) == [False] * 3
         with jtk.policy("kernels"):
             assert reasons(200000, 1000) == [False] * 3
+
+
+@needs_emulator
+@pytest.mark.defaults
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 20000), ("float32", 300)])
+def test_emulated_kernels_fill_what_xla_scatters_to(monkeypatch, rng, dtype, rows):
+    monkeypatch.setattr(lowering, "is_filled_by_kernel", lambda *_: True)
+    updates = whole(rng, 2, 40, 8).astype(dtype)
+    ids = rng.integers(0, rows, (2, 40)).astype(np.int32)
+    ids[:, :9], ids[:, 9] = 7, rows
+    for reduction in ("segment_sum", "segment_max"):
+        expected = jax.vmap(functools.partial(getattr(jax.ops, reduction), num_segments=rows))(
+            updates.astype(np.float32), ids
+        ).astype(dtype)
+        function = functools.partial(getattr(jtk, reduction), num_segments=rows)
+        with emulated_gpu(H100, policy="auto") as ran:
+            batches = jax.jit(jax.vmap(function))(updates, ids)
+            one = jax.jit(function)(updates[1], ids[1])
+        assert [plan.name for plan in ran] == ["fill 16 bytes"] * 2
+        np.testing.assert_array_equal(batches, expected)
+        np.testing.assert_array_equal(one, expected[1])
+
+
+@needs_emulator
+def test_emulated_means_count_edges_between_bounds(monkeypatch, rng):
+    monkeypatch.setattr(lowering, "sorts", lambda *_: True)
+    data, ids = whole(rng, 2, 900, 3).astype(np.float32), _ids(rng, 1800, 60).reshape(2, 900)
+    inside = (ids >= 0) & (ids < 60)
+    expected = np.zeros((2, 60, 3))
+    for out, x, own, kept in zip(expected, data, ids, inside, strict=True):
+        np.add.at(out, own[kept], x[kept])
+        out /= np.maximum(np.bincount(own[kept], minlength=60), 1)[:, None]
+    mean = functools.partial(jtk.segment_mean, num_segments=60)
+    with emulated_gpu(H100) as ran:
+        found = jax.jit(jax.vmap(mean))(data, ids)
+        one = jax.jit(mean)(data[1], ids[1])
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(one, expected[1], rtol=1e-6, atol=0)
+    # No kernel counts edges.
+    assert sum(plan.name.startswith("segment_sum") for plan in ran) == 2
+
+
+@pytest.mark.defaults
+def test_gpus_count_edges_as_their_sums_read_them():
+    def reasons(edges):
+        data, ids = (jax.ShapeDtypeStruct((edges, *x), np.float32) for x in ((3584,), ()))
+        mean = functools.partial(jtk.segment_mean, num_segments=512)
+        return [x.reason for x in jtk.explain(mean, data, ids.update(dtype="i4"), platform="cuda")]
+
+    with jtk.gpu_target("NVIDIA H200"):
+        assert "edges are counted between bounds" in reasons(30_000)
+        assert "XLA's scatter is predicted to be faster" in reasons(1)
+
+
+@pytest.mark.defaults
+def test_gpus_fill_large_tables_by_a_kernel():
+    def reasons(dtype, rows):
+        updates = jax.ShapeDtypeStruct((40, 64), dtype)
+        ids = jax.ShapeDtypeStruct((40,), np.int32)
+        summed = functools.partial(jtk.segment_sum, num_segments=rows)
+        return [str(x.kernel) for x in jtk.explain(summed, updates, ids, platform="cuda")]
+
+    with jtk.gpu_target("NVIDIA H200"):
+        for dtype in ("bfloat16", "float32"):
+            assert "fill 16 bytes" in reasons(dtype, 1_000_000)
+            assert "fill 16 bytes" not in reasons(dtype, 1000)
 
 
 @pytest.mark.defaults

@@ -54,6 +54,9 @@ class GpuRates:
     # Cycles of the first launch of a plan with its first loads, and of each launch that follows.
     launch_cycles: float
     next_launch_cycles: float
+    # Microseconds that the GPU idles before a custom call of a program, and not before a kernel of
+    # XLA's: XLA captures a custom call as a child graph. Times of a call alone have none of it.
+    custom_call_us: float
     # By arithmetic, multiply-adds per cycle of one SM with ``mma.sync``, or on CUDA cores for
     # ``"f32"``.
     mma_macs: Mapping[str, int] = field(hash=False)
@@ -78,6 +81,8 @@ H100_RATES = GpuRates(
     # Measured: 2.6 us, and 2.4 us for each launch that follows.
     launch_cycles=4500,
     next_launch_cycles=4000,
+    # Measured on an H200: 0.9 to 1.3 behind short kernels, and up to 1.9 behind long ones.
+    custom_call_us=1.1,
     # A100 data sheet, dense: 312 TFLOP/s of bfloat16 by 108 SMs at 1.41 GHz, and so on; float8 is
     # Ada's. 100 stands between the A100's 64 and the H100's 128. Only the order of magnitude
     # matters, because these kernels mostly wait for bytes.

@@ -40,6 +40,8 @@ class SegmentCall:
     function: ScalarFunction | None
     dtype: np.dtype[Any]  # of the result; floats are reduced in float32 at least
     linear: int = 0  # in how many of the last arrays the function is jointly linear
+    # The columns and the type of the sum whose edges a sum of ones counts.
+    counted: tuple[int, np.dtype[Any]] | None = None
 
     @classmethod
     def of_rows(
@@ -50,9 +52,13 @@ class SegmentCall:
         segments: int,
         batch: int = 1,
         is_sorted: bool,
+        counted: tuple[int, np.dtype[Any]] | None = None,
     ) -> SegmentCall:
         """Return the call that reduces an array of rows, one for each edge."""
-        return cls((None,), 0, (), segments, batch, is_sorted, reduction, None, np.dtype(dtype))
+        return cls(
+            (None,), 0, (), segments, batch, is_sorted, reduction, None, np.dtype(dtype),
+            counted=counted,
+        )  # fmt: skip
 
     @property
     def bins(self) -> int:
@@ -173,21 +179,25 @@ def neutral_element(reduction: Combiner, dtype: np.dtype[Any]) -> Any:
 _SCATTERS = {"sum": "add", "prod": "multiply", "max": "max", "min": "min"}
 
 
-def by_scatter(read: EdgeOperands, call: SegmentCall) -> Array:
-    """Reduce by JAX's own operations."""
+# Makes an array of a shape and of equal elements.
+Fill = Callable[[Sequence[int], Any], Array]
+
+
+def by_scatter(read: EdgeOperands, call: SegmentCall, fill: Fill | None = None) -> Array:
+    """Reduce by JAX's own operations, into an array that ``fill`` makes."""
     values = edge_values(read.arrays, read.indices, call.gathers, call.function)
     # On CPUs a conversion is a pass of its own, which extrema do not need.
     is_exact = call.reduction in EXTREMA and lowering_platform.value == "cpu"
     values = values.astype(call.dtype if is_exact else wide_dtype(call.dtype))
-    if call.batch == 1:
+    if call.batch == 1 and fill is None:
         by_jax = getattr(ops, f"segment_{call.reduction}")
         total: Array = by_jax(values, read.keys, call.segments, call.is_sorted)
         return total.astype(call.dtype)
     rows = by_batch(rows_of(read.keys, call.segments, call.batch), call.batch)
-    shape = (call.segments, *values.shape[1:])
-    start = jnp.full(shape, neutral_element(call.reduction, values.dtype), values.dtype)
+    shape = (call.batch, call.segments, *values.shape[1:])
+    start = (fill or jnp.full)(shape, neutral_element(call.reduction, values.dtype))
 
-    def reduced(rows: Array, values: Array) -> Array:
+    def reduced(start: Array, rows: Array, values: Array) -> Array:
         result: Array = getattr(start.at[rows], _SCATTERS[call.reduction])(
             values, mode="drop", indices_are_sorted=call.is_sorted
         )
@@ -196,7 +206,7 @@ def by_scatter(read: EdgeOperands, call: SegmentCall) -> Array:
     # Batches stay apart, so that devices share them.
     first = first_of_batches(call.batch, call.segments)
     rows = jnp.where(rows < 0, call.segments, rows - first)
-    result = jax.vmap(reduced)(rows, values.reshape(*rows.shape, *shape[1:]))
+    result = jax.vmap(reduced)(start, rows, values.reshape(*rows.shape, *shape[2:]))
     return lax.collapse(result, 0, 2).astype(call.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -180,23 +181,29 @@ def _mean(data: Array, plan: SegmentPlan, *, has_order: bool) -> Array:
     dtype = jax.eval_shape(jnp.mean, data).dtype
     wide = wide_dtype(dtype)
     total = reduced("sum", data.astype(dtype), plan, wide)
-    counts = _edges_between_bounds(plan) if has_order else _edges_of_segments(plan)
+    counts = _counts(plan, (math.prod(data.shape[1:]), wide), has_order=has_order)
     counts = jnp.maximum(counts, 1).astype(wide)
     return (total / counts.reshape(-1, *(1,) * (data.ndim - 1))).astype(dtype)
 
 
-def _edges_between_bounds(plan: SegmentPlan) -> Array:
-    return jnp.diff(plan.bounds)[1:-1]
+def _counts(plan: SegmentPlan, total: tuple[int, np.dtype[Any]], *, has_order: bool) -> Array:
+    """Return the number of edges of each segment, beside a sum of columns and a type.
 
-
-def _edges_of_segments(plan: SegmentPlan) -> Array:
-    """Return the number of edges of each segment; a CPU counts them faster than it sorts them."""
+    A GPU takes the bounds of a sum that reads them. A CPU takes those of a plan, and counts edges
+    faster than it sorts them.
+    """
 
     def counted(plan: SegmentPlan) -> Array:
-        return reduced("sum", jnp.ones(plan.size, np.int32), plan)
+        return reduced("sum", jnp.ones(plan.size, np.int32), plan, counted=total)
 
-    counts: Array = lax.platform_dependent(plan, cpu=counted, default=_edges_between_bounds)
+    if not has_order:
+        return counted(plan)
+    counts: Array = lax.platform_dependent(plan, cpu=_edges_between_bounds, default=counted)
     return counts
+
+
+def _edges_between_bounds(plan: SegmentPlan) -> Array:
+    return jnp.diff(plan.bounds)[1:-1]
 
 
 def segment_reduce(
@@ -377,19 +384,25 @@ def _reduced_edges(
     return result
 
 
-@jitted("reduction", "dtype")
+@jitted("reduction", "dtype", "counted")
 def reduced(
     reduction: Combiner,
     data: Array,
     plan: SegmentPlan,
     dtype: np.dtype[Any] | None = None,
+    counted: tuple[int, np.dtype[Any]] | None = None,
 ) -> Array:
     wanted = np.dtype(data.dtype if dtype is None else dtype)
 
     def by_plan(operands: tuple[Array, SegmentPlan]) -> Array:
         data, plan = operands
         return reduce_rows(
-            data, *plan.placed, reduction=reduction, segments=plan.num_segments, dtype=wanted
+            data,
+            *plan.placed,
+            reduction=reduction,
+            segments=plan.num_segments,
+            dtype=wanted,
+            counted=counted,
         )
 
     result: Array = by_automatic_axes(by_plan, (data, plan), lambda: (None, *spec_of(data)[1:]))

@@ -17,20 +17,31 @@ from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import ffi
 from jax_tilekern.ops.element_types import wide_dtype
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.segments.batches import by_batch
 from jax_tilekern.ops.segments.edges import (
     EdgeOperands,
+    Fill,
     Reduce,
     SegmentCall,
+    by_scatter,
     columns_of,
     edge_values,
 )
 from jax_tilekern.ops.segments.few_rows import add_few_rows
+from jax_tilekern.ops.segments.fill import filled
 from jax_tilekern.ops.segments.keys import rows_of
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.launch import NOT_PREDICTED
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.segments import on_cpu
 from jax_tilekern.plans.segments.problem import MapOperand, MapText, SegmentReduction
-from jax_tilekern.plans.segments.select import plan_segments, reads_keys, updates_few_rows
+from jax_tilekern.plans.segments.select import (
+    is_filled_by_kernel,
+    plan_segments,
+    reads_keys,
+    sorts,
+    updates_few_rows,
+)
 from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Rewrite
 
 FEW_ROWS = "XLA updates few rows; its order of additions is not fixed"
@@ -56,21 +67,41 @@ def on_cuda(
         gpu = current_gpu()
     except NoGpu as error:
         return Fallback(str(error))
+    if call.counted is not None and sorts(problem.of_rows(*call.counted), gpu):
+        return Rewrite("edges are counted between bounds", functools.partial(_counted, call=call))
     few = updates_few_rows(problem, gpu, has_table=False)
     if few is not None:
-        return Rewrite(FEW_ROWS, functools.partial(_add_few_rows, call=call), few)
+        by_kernel = is_filled_by_kernel(problem.results, problem.out_dtype, gpu)
+        fill = filled if by_kernel else jnp.full
+        return Rewrite(FEW_ROWS, functools.partial(_add_few_rows, call=call, fill=fill), few)
     values = EdgeOperands.of([x.value for x in operands], call)
     # XLA drops a sort whose results nothing reads.
     order = (values.keys,) if reads_keys(problem, gpu) else (*values.order, values.bounds)
-    return planned_kernel((*values.arrays, *values.indices, *order), plan_segments, problem)
+    found = planned_kernel((*values.arrays, *values.indices, *order), plan_segments, problem)
+    is_xlas = isinstance(found, Fallback) and found.predicted_us != NOT_PREDICTED
+    if is_xlas and is_filled_by_kernel(problem.results, problem.value, gpu):
+        scatter = functools.partial(_scattered, call=call)
+        return Rewrite(f"{found.reason}; a kernel fills the result", scatter, found.predicted_us)
+    return found
 
 
-def _add_few_rows(*operands: Array, call: SegmentCall) -> Array:
+def _counted(*operands: Array, call: SegmentCall) -> Array:
+    counts = by_batch(jnp.diff(EdgeOperands.of(operands, call).bounds), call.batch)
+    return counts[:, 1:-1].ravel().astype(call.dtype)
+
+
+def _scattered(*operands: Array, call: SegmentCall) -> Array:
+    return by_scatter(EdgeOperands.of(operands, call), call, filled)
+
+
+def _add_few_rows(*operands: Array, call: SegmentCall, fill: Fill) -> Array:
     read = EdgeOperands.of(operands, call)
     (updates,) = read.arrays
-    table = jnp.zeros((call.batch * call.segments, *updates.shape[1:]), call.dtype)
+    shape = (call.batch * call.segments, *updates.shape[1:])
+    table = fill(shape, np.zeros((), call.dtype))
     rows = rows_of(read.keys, call.segments, call.batch)
-    return add_few_rows(table, updates, jnp.where(rows < 0, table.shape[0], rows))
+    rows = jnp.where(rows < 0, table.shape[0], rows)
+    return add_few_rows(table, updates, rows, is_zero=True)
 
 
 def on_cpus(

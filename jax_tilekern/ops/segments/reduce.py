@@ -44,14 +44,20 @@ def reduce_rows(
     segments: int,
     dtype: np.dtype[Any],
     batch: int = 1,
+    counted: tuple[int, np.dtype[Any]] | None = None,
 ) -> Array:
     """Reduce rows, one for each edge.
 
     ``placed`` has the keys, the order unless the keys ascend, and the bounds of
-    :class:`EdgeOperands`.
+    :class:`EdgeOperands`; ``counted`` is that of :class:`SegmentCall`.
     """
     call = SegmentCall.of_rows(
-        reduction, dtype, segments=segments, batch=batch, is_sorted=len(placed) == 2
+        reduction,
+        dtype,
+        segments=segments,
+        batch=batch,
+        is_sorted=len(placed) == 2,
+        counted=counted,
     )
     result: Array = _bind(rows, *placed, call=call)
     return result

@@ -30,6 +30,8 @@ _MILLION_SECTORS, _MILLION_ATOMICS, _MILLION_LOOPS = 11.0, 5.5, 17.0
 _MILLION_UNALIGNED, _WIDE_COLUMNS, _VECTOR_BYTES = 25.0, 32, 16
 _MILLION_PRODUCTS = {4: 15.0, 8: 100.0}
 _SAME_FLOAT, _SAME_INTEGER, _SAME_LOOP = 0.02, 0.1, 4.0
+# XLA stores a million equal elements of up to 4 bytes.
+_MILLION_FILLED = 1.2
 # Few rows of floats of 16 bits: the launches, and the bytes that move for each number of an update.
 _FEW_ROWS, _UPDATED_BYTES = 6.5, 20
 _SMS = 132
@@ -56,8 +58,13 @@ def kernel_microseconds(kernel: ScannedSegments | FewSegments | SortedSegments, 
 
 def _memory_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
     r = reduction
+    return _read_microseconds(r, gpu) + _microseconds_of(r.results * r.out_dtype.itemsize, gpu)
+
+
+def _read_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
+    r = reduction
     moved = sum(x.dtype.itemsize * (1 if x.broadcast else r.columns) for x in r.operands) * r.edges
-    return _microseconds_of(moved + r.results * r.out_dtype.itemsize, gpu)
+    return _microseconds_of(moved, gpu)
 
 
 def _microseconds_of(size: int, gpu: Gpu) -> float:
@@ -72,7 +79,8 @@ def xla_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
     on_an_address = r.edges / (r.batch * r.segments)
     if r.value.itemsize < 4:
         return _SCATTER + max(operations * _MILLION_LOOPS, on_an_address * _SAME_LOOP)
-    time = _additions_microseconds(r) + _memory_microseconds(r, gpu)
+    fill = min(fill_microseconds(r.results, r.value.itemsize, gpu))
+    time = _additions_microseconds(r) + _read_microseconds(r, gpu) + fill
     same = _SAME_FLOAT if r.value.kind == "f" else _SAME_INTEGER
     if (r.reduction, r.value.kind) == ("prod", "f"):
         time = max(time, operations * _MILLION_PRODUCTS[r.value.itemsize])
@@ -81,8 +89,15 @@ def xla_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
         time = max(time, operations * _MILLION_ATOMICS)
     rounding = 0.0
     if r.out_dtype != r.value:
-        rounding = _ROUNDING + _microseconds_of(2 * r.results * r.value.itemsize, gpu)
+        moved = r.results * (r.value.itemsize + r.out_dtype.itemsize)
+        rounding = _ROUNDING + _microseconds_of(moved, gpu)
     return _SCATTER + rounding + max(time, on_an_address * same)
+
+
+def fill_microseconds(elements: int, itemsize: int, gpu: Gpu) -> tuple[float, float]:
+    """Estimate the time of a kernel to store equal elements, and that of XLA."""
+    memory = _microseconds_of(elements * itemsize, gpu)
+    return gpu.rates.custom_call_us + memory, max(memory, elements / 1e6 * _MILLION_FILLED)
 
 
 def _additions_microseconds(r: SegmentReduction) -> float:
@@ -108,12 +123,11 @@ def totals_microseconds(updates: SegmentReduction, reduced: float, gpu: Gpu) -> 
 
 
 def few_rows_microseconds(updates: SegmentReduction, gpu: Gpu, *, has_table: bool) -> float:
-    """Estimate the time to gather the rows that have updates, and to set them.
-
-    XLA copies the table, and zeros as well.
-    """
+    """Estimate the time to copy or to fill a table, and to set the rows that have updates."""
     r = updates
-    rows = r.batch * r.segments * 4
-    table = (2 if has_table else 3) * r.results * r.out_dtype.itemsize
+    rows = _microseconds_of(r.batch * r.segments * 4, gpu)
+    table = _microseconds_of(2 * r.results * r.out_dtype.itemsize, gpu)
+    if not has_table:
+        table = min(fill_microseconds(r.results, r.out_dtype.itemsize, gpu))
     moved = _microseconds_of(r.edges * r.columns * _UPDATED_BYTES, gpu)
-    return _FEW_ROWS + _microseconds_of(rows + table, gpu) + max(moved, _additions_microseconds(r))
+    return _FEW_ROWS + rows + table + max(moved, _additions_microseconds(r))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,6 +59,18 @@ class SegmentReduction:
     value: np.dtype[Any]  # the type that is reduced in
     out_dtype: np.dtype[Any]
     ordered: bool  # whether edges are read in an order, because they are not sorted by key
+
+    def of_rows(self, columns: int, dtype: np.dtype[Any]) -> SegmentReduction:
+        """Return the reduction of stored rows of floats to the same segments."""
+        if dtype.kind == "c":
+            columns, dtype = 2 * columns, np.dtype(f"f{dtype.itemsize // 2}")
+        return dataclasses.replace(
+            self,
+            columns=columns,
+            operands=(MapOperand(dtype, self.edges),),
+            value=dtype,
+            out_dtype=dtype,
+        )
 
     @property
     def period(self) -> int:

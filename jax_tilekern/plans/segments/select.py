@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import numpy as np
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.segments.cost import (
     few_rows_microseconds,
+    fill_microseconds,
     kernel_microseconds,
     scatter_microseconds,
     totals_microseconds,
@@ -25,6 +29,13 @@ SegmentKernel = ScannedSegments | FewSegments | SortedSegments
 def reads_keys(reduction: SegmentReduction, gpu: Gpu) -> bool:
     """Return whether the kernel reads the keys of the edges as they lie, and no order."""
     return not isinstance(_kernel(reduction, gpu), SortedSegments)
+
+
+def sorts(reduction: SegmentReduction, gpu: Gpu) -> bool:
+    """Return whether a reduction reads the order and bounds of the edges."""
+    ours, xla = predicted_microseconds(reduction, gpu)
+    is_xlas = current_policy() != "kernels" and xla < ours
+    return not is_xlas and not reads_keys(reduction, gpu)
 
 
 def plan_segments(reduction: SegmentReduction, gpu: Gpu) -> LaunchPlan | NoKernel:
@@ -74,6 +85,12 @@ def scatters_into_table(updates: SegmentReduction, gpu: Gpu) -> PredictedUs | No
     totals = totals_microseconds(r, min(predicted_microseconds(r, gpu)), gpu)
     scatter = scatter_microseconds(r, gpu)
     return PredictedUs(totals, scatter) if scatter < totals else None
+
+
+def is_filled_by_kernel(elements: int, dtype: np.dtype[Any], gpu: Gpu) -> bool:
+    """Return whether a kernel stores the equal elements that XLA reduces into."""
+    kernel, xla = fill_microseconds(elements, dtype.itemsize, gpu)
+    return kernel < xla
 
 
 def _kernel(reduction: SegmentReduction, gpu: Gpu) -> SegmentKernel:
