@@ -151,7 +151,7 @@ def _sm_mhz(run: Callable[[], Any]) -> int | None:
 
 def wall_times(runs: Runs, seconds: float) -> Times:
     """Return the wall times of compiled sides that make one call each."""
-    return _wall_times(_sides(runs, seconds, _ROUNDS, _MOST_CALLS), _ROUNDS)
+    return _wall_times(_sides(runs, seconds, _ROUNDS, _MOST_CALLS), seconds)
 
 
 def short_times(runs: Runs, seconds: float) -> Times:
@@ -203,7 +203,7 @@ def times_of_rows(
     except RuntimeError as error:
         if len(rows) > 1:
             return [x for row in rows for x in times_of_rows([row], seconds, rounds, most_calls)]
-        return [_wall_times(sides[0], rounds, f" ({error})")]
+        return [_wall_times(sides[0], seconds, f" ({error})")]
     found = block_times(blocks, calls)
     return [
         Times(_row_times(found.device, i), _row_times(found.host, i), found.method)
@@ -253,11 +253,15 @@ def wall_rounds(runs: Runs, seconds: float, least: int = 5, most: int = 400) -> 
     return times
 
 
-def _wall_times(sides: Mapping[str, Side], rounds: int, why: str = "") -> Times:
+def _wall_times(sides: Mapping[str, Side], seconds: float, why: str = "") -> Times:
+    """Return wall times in as many rounds as the time allows; blocks of short calls take little."""
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for name in _order(sides, rounds):
-        side = sides[name]
-        times[name].append(wall_seconds(partial(repeated, side.run, side.calls)) / side.calls)
+    end, names, rounds = time.perf_counter() + seconds, list(sides), 0
+    while rounds < _ROUNDS or time.perf_counter() < end:
+        for name in names[::-1] if rounds % 2 else names:
+            side = sides[name]
+            times[name].append(wall_seconds(partial(repeated, side.run, side.calls)) / side.calls)
+        rounds += 1
     found = {name: tuple(values) for name, values in times.items()}
     return Times(found, {}, f"wall time of a call in a row of calls{why}")
 

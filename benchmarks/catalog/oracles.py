@@ -290,26 +290,42 @@ def _linear_recurrence(
 
 
 def _quantize(x: Any, block: Any = (1, 128), dtype: Any = F8E4, symmetric: bool = True) -> Any:
-    """Blocks of elements of a row, each with one scale, and a zero point if not symmetric."""
-    group, columns = block[1], x.shape[-1]
-    blocks = -(-columns // group)
-    unused = [(0, 0)] * (x.ndim - 1) + [(0, group * blocks - columns)]
-    wide = jnp.pad(x.astype(np.float32), unused).reshape(*x.shape[:-1], blocks, group)
+    """Blocks of a matrix, each with one scale, and a zero point if not symmetric."""
+    *leading, m, n = x.shape
+    rows, columns = block
+    of_rows, of_columns = -(-m // rows), -(-n // columns)
+    whole = of_rows * rows, of_columns * columns
+    unused = [*((0, 0) for _ in leading), (0, whole[0] - m), (0, whole[1] - n)]
+    split = of_rows, rows, of_columns, columns
+    wide = jnp.pad(x.astype(np.float32), unused).reshape(*leading, *split)
     bits = {"int4": 4, "int8": 8}.get(np.dtype(dtype).name)
     largest = 2 ** (bits - 1) - 1 if bits else 448
-    low, high = wide.min(-1).clip(max=0), wide.max(-1).clip(min=0)
+
+    def of_elements(y: Any) -> Any:
+        return y[..., None, :, None]
+
+    low, high = wide.min((-3, -1)).clip(max=0), wide.max((-3, -1)).clip(min=0)
     if symmetric:
-        scales = abs(wide).max(-1) * np.float32(1 / largest)
+        scales = abs(wide).max((-3, -1)) * np.float32(1 / largest)
     else:
         scales = (high - low) * np.float32(1 / (2 * largest + 1))
-    scales = jnp.where(abs(wide).max(-1) < 2.0**-90, 1, scales)
-    values = wide * (1 / scales[..., None])
+    scales = jnp.where(abs(wide).max((-3, -1)) < 2.0**-90, 1, scales)
+    values = wide * of_elements(1 / scales)
     zeros = 0 * scales if symmetric else jnp.round(-1 - largest - low / scales)
     if bits:
-        values = jnp.round(values) + zeros[..., None]
+        values = jnp.round(values) + of_elements(zeros)
         values = values.clip(-1 - largest, largest)
-    values = values.astype(dtype).reshape(*x.shape[:-1], group * blocks)[..., :columns]
+    values = values.astype(dtype).reshape(*leading, *whole)[..., :m, :n]
     return (values, scales) if symmetric else (values, scales, zeros)
+
+
+def _fp8_dot_general(lhs: Any, rhs: Any, dimensions: Any) -> Any:
+    """Multiply matrices by what 8-bit floats and their scales keep of them."""
+    assert [*map(list, dimensions[0])] == [[1], [0]]
+    rows, columns = (
+        _dequantized(*_quantize(x, block)) for x, block in ((lhs, (1, 128)), (rhs, (128, 128)))
+    )
+    return (rows @ columns).astype(jnp.promote_types(lhs.dtype, rhs.dtype))
 
 
 def _quantize_weights(params: Any, dtype: Any, block: Any) -> Any:
@@ -450,11 +466,12 @@ ORACLES = SimpleNamespace(
         ),
     }
 )
-# What users of plain JAX call. Oracles differ where JAX lets NaN of one group reach another, or has
-# no derivatives.
+# What users of plain JAX call. Oracles differ where JAX lets NaN of one group reach another, has no
+# derivatives, or rounds.
 PEERS = SimpleNamespace(
     **{
         **vars(ORACLES),
+        "fp8_dot_general": _fp8_dot_general,
         "ragged_dot": functools.partial(_ragged_dot, lax.ragged_dot),
         "ragged_dot_general": lax.ragged_dot_general,
         "segment_max": jax.ops.segment_max,
