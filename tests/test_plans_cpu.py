@@ -59,6 +59,14 @@ def test_a_cpu_without_times_is_xlas(function, shapes):
         assert choice_of(function, *map(F32, shapes)).kernel
 
 
+def test_transposes_of_operands_fuse_with_additions():
+    x, y = F32((900, 700)), F32((700, 900))
+    of_transpose = choice_of(lambda x, y: jtk.add(jnp.swapaxes(x, 0, 1), y), x, y)
+    assert of_transpose.reason == "XLA reads an operand before its transpose"
+    with jtk.policy("kernels"):
+        assert choice_of(lambda x, y: jtk.add(jnp.swapaxes(x, 0, 1), y), x, y).kernel
+
+
 def chosen(device, m, n, k, dtype, out, *, lhs_strides=None, out_strides=None, batch=()):
     inner = (0,) * len(batch)
     geometry = MatmulGeometry(

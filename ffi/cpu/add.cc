@@ -6,6 +6,7 @@
 //   rhs_strides  the right operand's
 // Innermost strides are 0 or 1. All three arrays have the same type; integers wrap.
 #include <algorithm>
+#include <vector>
 
 #include "cpu/call.h"
 #include "cpu/dispatch.h"
@@ -31,6 +32,42 @@ void CheckOperand(const char* name, ffi::AnyBuffer operand, ffi::Span<const int6
   if (last >= static_cast<int64_t>(operand.element_count())) Refuse(text + " exceed the operand");
 }
 
+// A row of the result, and where those of the operands begin. Going on to the next row needs no
+// division, which takes longer than to add a short row.
+class Row {
+ public:
+  using Integers = ffi::Span<const int64_t>;
+
+  Row(int64_t row, Integers sizes, Integers lhs_strides, Integers rhs_strides)
+      : sizes_(sizes), strides_{lhs_strides, rhs_strides}, index_(sizes.size() - 1) {
+    for (size_t d = index_.size(); d-- > 0; row /= sizes[d]) {
+      index_[d] = row % sizes[d];
+      Move(d, index_[d]);
+    }
+  }
+
+  // Returns the place of the first element in an operand.
+  int64_t begin(int operand) const { return begins_[operand]; }
+
+  void Advance() {
+    for (size_t d = index_.size(); d-- > 0;) {
+      Move(d, 1);
+      if (++index_[d] < sizes_[d]) return;
+      Move(d, -sizes_[d]);
+      index_[d] = 0;
+    }
+  }
+
+ private:
+  void Move(size_t d, int64_t steps) {
+    for (int operand = 0; operand < 2; ++operand) begins_[operand] += steps * strides_[operand][d];
+  }
+
+  const Integers sizes_, strides_[2];
+  std::vector<int64_t> index_;
+  int64_t begins_[2] = {0, 0};
+};
+
 ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                   ffi::Result<ffi::AnyBuffer> out, ffi::Span<const int64_t> sizes,
                   ffi::Span<const int64_t> lhs_strides, ffi::Span<const int64_t> rhs_strides) {
@@ -48,21 +85,22 @@ ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
     CheckOperand("rhs", rhs, sizes, rhs_strides);
     AdviseNewResult(*out);
 
-    const size_t last_dim = sizes.size() - 1;
-    const int64_t bytes = Bytes(type), row = sizes[last_dim], runs = CeilDiv(row, kRun);
+    const int64_t bytes = Bytes(type), row = sizes.back(), runs = CeilDiv(row, kRun);
+    const int64_t steps[] = {lhs_strides.back(), rhs_strides.back()};
+    const auto* const left = static_cast<const char*>(lhs.untyped_data());
+    const auto* const right = static_cast<const char*>(rhs.untyped_data());
+    auto* const sums = static_cast<char*>(out->untyped_data());
     const auto add_runs = [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t at = i % runs * kRun, length = std::min(row - at, kRun);
-        const auto operand = [&](ffi::AnyBuffer x, ffi::Span<const int64_t> strides) {
-          int64_t place = at * strides[last_dim], rest = i / runs;
-          for (size_t d = last_dim; d-- > 0; rest /= sizes[d]) {
-            place += rest % sizes[d] * strides[d];
-          }
-          return static_cast<const char*>(x.untyped_data()) + place * bytes;
-        };
-        kernel(operand(lhs, lhs_strides), lhs_strides.back(), operand(rhs, rhs_strides),
-               rhs_strides.back(),
-               static_cast<char*>(out->untyped_data()) + (i / runs * row + at) * bytes, length);
+      int64_t own = first / runs, run = first % runs;
+      for (Row of(own, sizes, lhs_strides, rhs_strides); first < last; ++first) {
+        const int64_t at = run * kRun, length = std::min(row - at, kRun);
+        kernel(left + (of.begin(0) + at * steps[0]) * bytes, steps[0],
+               right + (of.begin(1) + at * steps[1]) * bytes, steps[1],
+               sums + (own * row + at) * bytes, length);
+        if (++run < runs) continue;
+        run = 0;
+        ++own;
+        of.Advance();
       }
     };
     WorkersOf(pool).RunRanges(count / row * runs, std::min(row, kRun) * bytes, add_runs);

@@ -20,6 +20,7 @@ from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.add import ADDED_DTYPES, AddedDims, plan_add
+from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.policy.workload import add_workload
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -125,6 +126,8 @@ def _cpu(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
     *outer, columns = dims.sizes
     if outer and columns < _SHORT:
         return Fallback(f"XLA adds rows of {columns} elements")
+    if current_policy() != "kernels" and any(compat.transposed_from(o.value) for o in operands):
+        return Fallback("XLA reads an operand before its transpose")
     call = ffi.CpuCall(ffi.CPU_ADD, dims._asdict())
     kernel = PlannedKernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
     return chosen_cpu_kernel(add_workload(dims, x.aval.dtype), kernel)
