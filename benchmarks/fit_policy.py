@@ -33,6 +33,7 @@ import jax
 import numpy as np
 
 from benchmarks.errors import BenchmarkError
+from benchmarks.linalg import MatrixCall
 from benchmarks.measure import compiled
 from benchmarks.record import Record, command_text, read, write
 from benchmarks.row_programs import program_of
@@ -51,6 +52,7 @@ from jax_tilekern.plans.policy.model import (
     FORMAT,
     DeviceModel,
     Forest,
+    NearestCalls,
     OperationModel,
     model_of,
     scaled_model,
@@ -69,16 +71,21 @@ _FIRST = "first"
 _Array = np.ndarray[Any, np.dtype[Any]]
 _DRAWN = "sample", "--count", "200", "--policy", "kernels"
 _WITH_EPILOGUES = "linear", "matmul, epilogue", "matmul, residual"
+_OF_MATRICES = (
+    "linalg.inv", "linalg.lu_factor", "linalg.cholesky", "linalg.solve", "linalg.triangular_solve",
+    "linalg.svd", "linalg.svdvals", "linalg.eigh", "linalg.eigvalsh", "linalg.qr",
+)  # fmt: skip
 _SIX = "--candidates", "6"
 # The commands that time calls, by their records, and their shares of the time. On GPUs several
 # candidates of a product are timed.
 _ON_GPUS: Mapping[str, tuple[float, Sequence[str]]] = {
-    "regret-matmul": (0.45, ("regret", "matmul", "--sample", "800", *_SIX)),
+    "regret-matmul": (0.4, ("regret", "matmul", "--sample", "800", *_SIX)),
     "regret-decode": (0.15, ("regret", "decode", "--sample", "300", *_SIX)),
     "regret-matvec": (0.05, ("regret", "matvec", "--sample", "120")),
     "regret-vdot": (0.05, ("regret", "vdot", "--sample", "120")),
     "fused": (0.2, (*_DRAWN, *_SIX, "--operations", *_WITH_EPILOGUES)),
     "sample": (0.1, (*_DRAWN, "--operations", "sum", "transpose")),
+    "linalg": (0.05, (*_DRAWN, "--operations", *_OF_MATRICES)),
 }
 _OF_CPUS = "matmul", "matvec", "vdot", "sum", "transpose", "add"
 _ON_CPUS: Mapping[str, tuple[float, Sequence[str]]] = {
@@ -91,6 +98,7 @@ _MANY, _FEW = (120, 5, 0.12), (60, 4, 0.15)
 _MANY_TIMES = 800
 _AGAIN_SECONDS = 0.05
 _FEWEST = 25  # calls of an operation that has a model
+_KEPT = "matrix "  # Operations whose calls are the model.
 _ERRORS = (40, 3, 0.1)
 # What corrects another model.
 _CORRECTION = (40, 3, 0.1)
@@ -156,7 +164,10 @@ def run(arguments: argparse.Namespace) -> int:
         # Without a model, an operation has what its planner's rules say.
         if sum(x.is_pair for x in own) < _FEWEST:
             continue
-        base = known.get(operation)
+        if operation.startswith(_KEPT):
+            models[operation] = _kept(own, operation)
+            continue
+        base: Any = known.get(operation)
         fitted = _fitted(_Rows(device, own, base), operation)
         if fitted is not None:
             models[operation] = fitted
@@ -185,7 +196,7 @@ def _timed_again(calls: Sequence[CallTimes], path: Path | None, minutes: float) 
     for call in calls:
         if monotonic() > end:
             break
-        if call.name not in known:
+        if call.name not in known and not isinstance(call.row, MatrixCall):
             found.append(call._replace(microseconds=_times_on_cpu(call.row)))
     return found
 
@@ -245,21 +256,23 @@ class CallTimes(NamedTuple):
     """
 
     name: str
-    row: Row | DrawnCall
+    row: Row | DrawnCall | MatrixCall
     microseconds: Mapping[str, float]
 
 
 def _line(call: CallTimes) -> Record:
-    draw = {} if isinstance(call.row, Row) else {"draw": dataclasses.astuple(call.row)}
-    return {"name": call.name, "microseconds": call.microseconds, **draw}
+    fields: Record = {"name": call.name, "microseconds": call.microseconds}
+    if isinstance(call.row, MatrixCall):
+        return fields | {"matrices": list(call.row)}
+    return fields | ({} if isinstance(call.row, Row) else {"draw": dataclasses.astuple(call.row)})
 
 
 def read_times(paths: Sequence[Path]) -> list[CallTimes]:
     """Return the calls of records, each once.
 
     Records are those of ``benchmarks OPERATION --sample``, of ``benchmarks sample``, of
-    ``benchmarks regret`` and of ``--times``. A call that several of them have gets the sides of
-    all.
+    ``benchmarks regret``, of ``benchmarks linalg`` and of ``--times``. A call that several of them
+    have gets the sides of all.
     """
     found: dict[str, CallTimes] = {}
     for path in paths:
@@ -272,7 +285,7 @@ def read_times(paths: Sequence[Path]) -> list[CallTimes]:
 def _times_in(path: Path) -> Iterator[CallTimes]:
     record = read(path)
     for entry in record["rows"]:
-        if "draw" in entry:
+        if "draw" in entry or "matrices" in entry:
             yield from _drawn_times(entry)
             continue
         prefix, _, text = entry["name"].partition(": ")
@@ -306,8 +319,9 @@ def _is_ours(row: Record) -> bool:
 
 
 def _drawn_times(entry: Record) -> Iterator[CallTimes]:
-    """Yield the call of a row of ``benchmarks sample``, if it has times."""
-    row = DrawnCall(*entry["draw"])
+    """Yield the call of a row of ``benchmarks sample`` or ``linalg``, if it has times."""
+    is_drawn = "draw" in entry
+    row = DrawnCall(*entry["draw"]) if is_drawn else MatrixCall(*entry["matrices"])
     times = entry.get("microseconds")
     if row.name != entry["name"]:
         raise BenchmarkError(f"the catalog draws {row.name}, where the record has {entry['name']}")
@@ -651,6 +665,30 @@ def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
         "margin": margin,
         **{name: forest.to_json() for name, forest in forests.items()},
     }
+
+
+def _kept(calls: Sequence[MeasuredCall], operation: str) -> dict[str, Any]:
+    """Return the calls of an operation as its model, and print its error on each without it."""
+    lines = [
+        [*call.workload.features, call.ours[0], call.xla]
+        for call in calls
+        if call.xla is not None and 0 in call.ours
+    ]
+    others = [
+        NearestCalls.from_json([x for x in lines if x is not line])(line[:-2]) for line in lines
+    ]
+    guess, of_xla = np.log(others).T
+    time, xla = np.log(np.array(lines)[:, -2:]).T
+    found = _Choices(np.arange(len(lines)), guess, time, time, of_xla, xla)
+    report = {
+        "calls": len(lines),
+        "error_of_xla": _percentiles(np.abs(of_xla - xla)),
+        "error_of_ours": _percentiles(np.abs(guess - time)),
+        **found.report(found.gain((0.0, 0.0), np.zeros(len(lines)))),
+    }
+    print(operation, report)
+    rounded = [[*map(float, np.round(line[:-2], 3)), *line[-2:]] for line in lines]
+    return {"unseen": report, "calls": rounded}
 
 
 # A correction of nothing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import jax_tilekern as jtk
 from benchmarks.catalog.oracles import PEERS
 from benchmarks.commands import ProgramsCommand
 from benchmarks.programs import KERNELS, Arrays, Errors, Program, random_arrays
+from benchmarks.rows import OURS, XLA
 
 _OPERATIONS = (
     "inv", "solve", "cholesky", "svd", "eigh", "qr", "svdvals", "eigvalsh", "det", "expm",
@@ -38,7 +39,7 @@ _LARGE = {
 }
 
 
-class _Case(NamedTuple):
+class MatrixCall(NamedTuple):
     """An operation on a batch of matrices.
 
     ``columns`` are the right-hand sides of ``solve``, or those of rectangular matrices, or 0.
@@ -47,21 +48,45 @@ class _Case(NamedTuple):
     operation: str
     n: int
     matrices: int
-    columns: int = 0
+    columns: int
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        columns = f", {self.columns} columns" if self.columns else ""
+        return f"{self.operation} {self.matrices} of {self.n}{columns}, {self.dtype}"
+
+    @property
+    def has_sides(self) -> bool:
+        return self.operation in _WITH_SIDES
+
+    @property
+    def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The types of the operands."""
+        width = self.n if self.has_sides or self.columns == 0 else self.columns
+        shapes = [(self.matrices, self.n, width)]
+        shapes += [(self.matrices, self.n, self.columns)] if self.has_sides else []
+        return tuple(jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes)
+
+    def function(self, side: str) -> Callable[..., Any]:
+        """Return what computes it: ours or XLA's."""
+        module = jtk.linalg if side == OURS else PEERS.linalg
+        return functools.partial(
+            getattr(module, self.operation), **_OPTIONS.get(self.operation, {})
+        )
+
+    def types_enabled(self) -> Any:
+        return jax.enable_x64(self.dtype == "float64")
 
 
-def _operands(case: _Case, dtype: Any) -> Arrays:
+def _operands(call: MatrixCall) -> Arrays:
     """Return random matrices, definite ones for some operations, and right-hand sides."""
-    name, n, count, columns = case
-    square = name in _WITH_SIDES or columns == 0
-    a, b = random_arrays(
-        ((count, n, n if square else columns), dtype), ((count, n, columns), dtype)
-    )
-    if name in _DEFINITE:
+    a, *sides = random_arrays(*((x.shape, x.dtype) for x in call.structs))
+    if call.operation in _DEFINITE:
         # A product of the default precision might not be positive definite.
         gram = functools.partial(jnp.matmul, precision="highest")
-        return (jax.jit(lambda a: gram(a, a.mT) / n + jnp.eye(n, dtype=dtype))(a),)
-    return (a, b) if name in _WITH_SIDES else (a,)
+        return (jax.jit(lambda a: gram(a, a.mT) / call.n + jnp.eye(call.n, dtype=a.dtype))(a),)
+    return (a, *sides)
 
 
 def _errors(name: str, args: Arrays, results: Mapping[str, Any]) -> Errors:
@@ -117,32 +142,33 @@ def _sampled(size: int) -> Any:
     return np.unique(np.r_[np.arange(0, size, max(1, size // _SAMPLED)), size - 1])
 
 
-def _cases(arguments: argparse.Namespace) -> Iterator[_Case]:
-    if arguments.large:
-        for name, sizes in _LARGE.items():
-            yield from (_Case(name, n, 1, columns) for n, columns in sizes)
-        return
-    for name, count in itertools.product(arguments.operations, arguments.count):
-        for rows, columns in arguments.sizes:
-            if columns == 0 or name in _RECTANGULAR:
-                few = name in _DECOMPOSITIONS and max(rows, columns) > _SMALL
-                matrices = max(1, count // 10) if few else count
-                yield _Case(name, rows, matrices, int(name in _WITH_SIDES) or columns)
+def _calls(arguments: argparse.Namespace) -> Iterator[MatrixCall]:
+    for dtype in arguments.types:
+        if arguments.large:
+            for name, sizes in _LARGE.items():
+                yield from (MatrixCall(name, n, 1, columns, dtype) for n, columns in sizes)
+            continue
+        for name, count in itertools.product(arguments.operations, arguments.count):
+            for rows, columns in arguments.sizes:
+                if columns == 0 or name in _RECTANGULAR:
+                    few = name in _DECOMPOSITIONS and max(rows, columns) > _SMALL
+                    matrices = max(1, count // 10) if few else count
+                    columns = int(name in _WITH_SIDES) or columns
+                    yield MatrixCall(name, rows, matrices, columns, dtype)
 
 
 def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
-    for dtype, case in itertools.product(arguments.types, _cases(arguments)):
-        name, n, count, columns = case
-        size = f"{count:,} small matrices"
-        if count == 1:
+    for call in _calls(arguments):
+        name, size = call.operation, f"{call.matrices:,} small matrices"
+        if call.matrices == 1:
             size = "one large matrix" if arguments.large else "one small matrix"
         yield Program(
-            f"{name} {count} of {n}{f', {columns} columns' if columns else ''}, {dtype}",
-            functools.partial(_operands, case, dtype),
-            {side: functools.partial(getattr(module, name), **_OPTIONS.get(name, {}))
-             for side, module in (("ours", jtk.linalg), ("XLA", PEERS.linalg))},
-            functools.partial(_errors, name), f"`{name}` of {size}, {dtype}",
-            wide=dtype == "float64", margin=10,
+            call.name,
+            functools.partial(_operands, call),
+            {side: call.function(side) for side in (OURS, XLA)},
+            functools.partial(_errors, name), f"`{name}` of {size}, {call.dtype}",
+            fields={"matrices": list(call)},
+            wide=call.dtype == "float64", margin=10,
             contexts={"ours": KERNELS if name in _DECOMPOSITIONS else nullcontext},
         )  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_what_is_lowered_for_a_gpu():
         ):
             (choice,) = jtk.explain(function, *args, platform="cuda")
             assert choice.kernel == f"{kernel} float32 6x6"
-            assert choice.reason == f"50 matrices, {lanes} each"
+            assert choice.reason == f'50 matrices, {lanes} each; jax_tilekern.policy("kernels")'
         choices = jtk.explain(
             jax.grad(lambda a, b: linalg.solve(a, b).sum()), a, b, platform="cuda"
         )

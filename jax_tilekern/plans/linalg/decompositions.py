@@ -10,56 +10,17 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu, power_of_two
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel, Scalars
-from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.plans.policy.choice import plan_choice
+from jax_tilekern.plans.policy.workload import Workload, matrices_workload
 
 _WARP = 32
 # ``kThreadRows``: a thread holds a matrix of up to so many rows and columns.
 _THREAD_ROWS = 4
 _VECTOR_BYTES = 16
-
-
-@dataclass(frozen=True)
-class FasterSizes:
-    """Sizes of matrices that a kernel decomposes faster than XLA does."""
-
-    # The maximum number of rows and columns, or 0 if the kernel is not faster.
-    square: int = 0
-    rectangular: int = 0
-    least: int = 1  # the minimum of the larger one of rows and columns
-    count: int = 10_000  # the minimum number of matrices
-
-    def include(self, count: int, rows: int, columns: int) -> bool:
-        largest = self.square if rows == columns else self.rectangular
-        return self.least <= max(rows, columns) <= largest and count >= self.count
-
-
-# Measured on an H100, and those of fewer matrices on an H200. XLA decomposes matrices without an
-# entry.
-FASTER = {
-    ("svd", "float32"): [
-        # cuSOLVER computes singular values of more than 32 rows or columns one matrix after the
-        # other.
-        FasterSizes(square=64, rectangular=64, count=1),
-    ],
-    ("svd", "float64"): [FasterSizes(square=32, rectangular=32, count=1)],
-    ("eigh", "float32"): [
-        FasterSizes(square=4, count=10),
-        FasterSizes(square=64, count=1000),
-        FasterSizes(square=32),
-    ],
-    ("eigh", "float64"): [FasterSizes(square=4, count=10), FasterSizes(square=32)],
-    ("qr", "float32"): [
-        FasterSizes(square=32, rectangular=32, count=1),
-        FasterSizes(square=64, rectangular=64, count=1000),
-    ],
-    ("qr", "float64"): [
-        FasterSizes(square=32, rectangular=32, count=1),
-        FasterSizes(square=32, rectangular=64),
-    ],
-}
 
 
 @dataclass(frozen=True)
@@ -82,10 +43,9 @@ class Decomposition:
         return Kernel(f"linalg/matrix_{self.name}.cuh", f"tilekern::matrix_{self.name}<{listed}>")
 
     @property
-    def is_faster_than_xla(self) -> bool:
-        """Whether measurements say that the kernel is faster."""
-        found = FASTER.get((self.name, str(self.dtype)), [])
-        return any(sizes.include(self.count, self.rows, self.columns) for sizes in found)
+    def workload(self) -> Workload:
+        sizes = self.count, self.rows, self.columns
+        return matrices_workload(self.name, sizes, 0, self.dtype, vectors=self.flags[0])
 
     @property
     def lanes(self) -> int:
@@ -99,6 +59,10 @@ class Decomposition:
             "qr": max(n, self._order),
         }[self.name]
         return min(_WARP, max(2, power_of_two(busy)))
+
+    @property
+    def blocks(self) -> int:
+        return math.ceil(self.count / (_WARP // self.lanes))
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -141,27 +105,42 @@ def plan_decomposition(
     ``results`` has the position of the call's result for each result of the kernel; for one that
     the kernel does not write, it has that of another.
     """
-    if current_policy() != "kernels" and not problem.is_faster_than_xla:
+    if problem.blocks > MAX_GRID[0]:
         return NoKernel(
-            f"no measurement shows that the kernel is faster for {problem.count} matrices of "
-            f'{problem.rows}x{problem.columns} (jax_tilekern.policy("kernels") takes it)'
+            f"{problem.count} matrices take {problem.blocks} CTAs (at most {MAX_GRID[0]})"
         )
-    blocks = math.ceil(problem.count / (_WARP // problem.lanes))
-    if blocks > MAX_GRID[0]:
-        return NoKernel(f"{problem.count} matrices take {blocks} CTAs (at most {MAX_GRID[0]})")
     shared = problem.shared_memory_bytes
     if shared > gpu.shared_memory_bytes:
         return NoKernel(
             f"matrices of {problem.rows}x{problem.columns} take {shared} bytes of shared memory "
             f"(at most {gpu.shared_memory_bytes} on {gpu.name})"
         )
+    return plan_choice(problem.workload, [_Candidate(problem, tuple(results))], gpu)
+
+
+@dataclass(frozen=True)
+class _Candidate(Candidate):
+    """The kernel, and where its results go."""
+
+    problem: Decomposition
+    results: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        return self.problem.name
+
+    def plan(self, gpu: Gpu) -> LaunchPlan:
+        return _plan(self.problem, self.results, gpu)
+
+
+def _plan(problem: Decomposition, results: Sequence[int], gpu: Gpu) -> LaunchPlan:
     kernel = problem.kernel
     compiled = compile_kernels(kernel, arch=gpu.arch)
     launch = Launch(
         entry=compiled.entry(kernel.name),
-        grid=(blocks, 1, 1),
+        grid=(problem.blocks, 1, 1),
         block=(_WARP, 1, 1),
-        shared_memory_bytes=shared,
+        shared_memory_bytes=problem.shared_memory_bytes,
         parameters=(
             Buffer(0),
             *(Buffer(1 + result) for result in results),

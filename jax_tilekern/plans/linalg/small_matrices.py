@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu, power_of_two
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.policy.choice import plan_choice
+from jax_tilekern.plans.policy.workload import Workload, matrices_workload
 
 # Element types and the maximum size of kernels, on every platform.
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
@@ -42,17 +45,22 @@ class SmallMatrices:
         listed = ", ".join(map(str, (CXX_TYPES[self.dtype], self.size, *map(int, arguments))))
         return Kernel(f"linalg/{file}.cuh", f"tilekern::{name}<{listed}>")
 
-    def with_row_lanes(self, file: str, name: str, *arguments: int) -> MatrixKernel:
-        """Return a kernel whose lanes hold one row each."""
+    def with_row_lanes(self, name: str, file: str, *arguments: int) -> MatrixKernel:
+        """Return the kernel ``matrix_{name}``, whose lanes hold one row each."""
         lanes = max(2, power_of_two(self.size))
         threads = 128 if lanes <= _WARP else lanes
-        return MatrixKernel(self, self.kernel(file, name, *arguments), lanes, threads)
+        kernel = self.kernel(file, f"matrix_{name}", *arguments)
+        return MatrixKernel(name, self, kernel, lanes, threads)
+
+    def workload(self, name: str, sides: int) -> Workload:
+        return matrices_workload(name, (self.count, self.size, self.size), sides, self.dtype)
 
 
 @dataclass(frozen=True)
 class MatrixKernel:
     """A kernel, and how it divides matrices among threads."""
 
+    name: str  # such as "inverse"
     matrices: SmallMatrices
     kernel: Kernel
     lanes: int  # lanes that share a matrix, a power of two
@@ -79,26 +87,26 @@ class Columns:
 
 
 def inverse_kernel(matrices: SmallMatrices) -> MatrixKernel:
-    return matrices.with_row_lanes("matrix_inverse", "matrix_inverse")
+    return matrices.with_row_lanes("inverse", "matrix_inverse")
 
 
 def lu_kernel(matrices: SmallMatrices) -> MatrixKernel:
-    return matrices.with_row_lanes("matrix_lu", "matrix_lu")
+    return matrices.with_row_lanes("lu", "matrix_lu")
 
 
 def cholesky_kernel(matrices: SmallMatrices, *, symmetrize: bool) -> MatrixKernel:
     kernel = matrices.kernel("matrix_cholesky", "matrix_cholesky", symmetrize)
     size = matrices.size
     rows = min(size, 2 if size > 16 else _VECTOR_BYTES // matrices.dtype.itemsize)  # of a lane
-    return MatrixKernel(matrices, kernel, power_of_two(math.ceil(size / rows)))
+    return MatrixKernel("cholesky", matrices, kernel, power_of_two(math.ceil(size / rows)))
 
 
 def solve_kernel(matrices: SmallMatrices, columns: Columns, *, transpose: bool) -> MatrixKernel:
     if matrices.size <= _THREAD_ROWS and columns.count <= _THREAD_COLUMNS:
         kernel = matrices.kernel("matrix_solve_thread", "thread_matrix_solve", transpose)
-        return MatrixKernel(matrices, kernel, lanes=1)
+        return MatrixKernel("solve", matrices, kernel, lanes=1)
     at_once = columns_at_once(columns)
-    return matrices.with_row_lanes("matrix_solve", "matrix_solve", at_once, transpose)
+    return matrices.with_row_lanes("solve", "matrix_solve", at_once, transpose)
 
 
 def triangular_solve_kernel(
@@ -110,7 +118,7 @@ def triangular_solve_kernel(
     unit_diagonal: bool,
 ) -> MatrixKernel:
     choices = (columns_at_once(columns), lower, transpose, unit_diagonal)
-    return matrices.with_row_lanes("matrix_solve", "matrix_triangular_solve", *choices)
+    return matrices.with_row_lanes("triangular_solve", "matrix_solve", *choices)
 
 
 def columns_at_once(columns: Columns) -> int:
@@ -121,13 +129,9 @@ def columns_at_once(columns: Columns) -> int:
 def plan_matrices(kernel: MatrixKernel, results: int, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan and compile a kernel of matrices; results after the first are of integers."""
     integers = (np.dtype(np.int32).itemsize,) * (results - 1)
-    return _plan(
-        kernel,
-        gpu,
-        1,
-        Scalars.pack("q", kernel.matrices.count),
-        (kernel.alignment, kernel.alignment, *integers),
-    )
+    scalars = Scalars.pack("q", kernel.matrices.count)
+    alignments = (kernel.alignment, kernel.alignment, *integers)
+    return _choice(_Candidate(kernel, 1, scalars, alignments), 0, gpu)
 
 
 def plan_columns(kernel: MatrixKernel, columns: Columns, gpu: Gpu) -> LaunchPlan | NoKernel:
@@ -138,13 +142,10 @@ def plan_columns(kernel: MatrixKernel, columns: Columns, gpu: Gpu) -> LaunchPlan
     each = columns_per_block(kernel.blocks, columns, gpu)
     strides = (1, matrices.size) if columns.contiguous else (columns.count, 1)
     itemsize = matrices.dtype.itemsize
-    return _plan(
-        kernel,
-        gpu,
-        math.ceil(columns.count / each),
-        Scalars.pack("qqqii", matrices.count, *strides, columns.count, each),
-        (kernel.alignment, itemsize, itemsize),
-    )
+    parts = math.ceil(columns.count / each)
+    scalars = Scalars.pack("qqqii", matrices.count, *strides, columns.count, each)
+    alignments = (kernel.alignment, itemsize, itemsize)
+    return _choice(_Candidate(kernel, parts, scalars, alignments), columns.count, gpu)
 
 
 def columns_per_block(blocks: int, columns: Columns, gpu: Gpu) -> int:
@@ -155,25 +156,46 @@ def columns_per_block(blocks: int, columns: Columns, gpu: Gpu) -> int:
     return min(columns.count, max(_SHARED_COLUMNS, least))
 
 
-def _plan(
-    chosen: MatrixKernel, gpu: Gpu, parts: int, scalars: Scalars, alignments: tuple[int, ...]
-) -> LaunchPlan | NoKernel:
-    matrices, kernel, blocks = chosen.matrices, chosen.kernel, chosen.blocks
-    if blocks > MAX_GRID[0]:
-        return NoKernel(f"{matrices.count} matrices take {blocks} CTAs (at most {MAX_GRID[0]})")
-    compiled = compile_kernels(kernel, arch=gpu.arch)
-    launch = Launch(
-        entry=compiled.entry(kernel.name),
-        grid=(blocks, parts, 1),
-        block=(chosen.threads, 1, 1),
-        parameters=(*map(Buffer, range(len(alignments))), scalars),
-    )
-    family = kernel.name.removeprefix("tilekern::").partition("<")[0]
-    lanes = f"{chosen.lanes} lanes" if chosen.lanes > 1 else "a thread"
-    return LaunchPlan(
-        name=f"{family} {matrices.dtype} {matrices.size}x{matrices.size}",
-        gpu=gpu,
-        launches=(launch,),
-        alignments=alignments,
-        reason=f"{matrices.count} matrices, {lanes} each",
-    )
+@dataclass(frozen=True)
+class _Candidate(Candidate):
+    """A kernel with its parameters.
+
+    ``parts`` are CTAs that solve for right-hand sides of the same matrices.
+    """
+
+    kernel: MatrixKernel
+    parts: int
+    scalars: Scalars
+    alignments: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        return self.kernel.name
+
+    def plan(self, gpu: Gpu) -> LaunchPlan:
+        matrices, kernel, lanes = self.kernel.matrices, self.kernel.kernel, self.kernel.lanes
+        compiled = compile_kernels(kernel, arch=gpu.arch)
+        launch = Launch(
+            entry=compiled.entry(kernel.name),
+            grid=(self.kernel.blocks, self.parts, 1),
+            block=(self.kernel.threads, 1, 1),
+            parameters=(*map(Buffer, range(len(self.alignments))), self.scalars),
+        )
+        family = kernel.name.removeprefix("tilekern::").partition("<")[0]
+        each = f"{lanes} lanes" if lanes > 1 else "a thread"
+        return LaunchPlan(
+            name=f"{family} {matrices.dtype} {matrices.size}x{matrices.size}",
+            gpu=gpu,
+            launches=(launch,),
+            alignments=self.alignments,
+            reason=f"{matrices.count} matrices, {each} each",
+        )
+
+
+def _choice(candidate: _Candidate, sides: int, gpu: Gpu) -> LaunchPlan | NoKernel:
+    kernel = candidate.kernel
+    if kernel.blocks > MAX_GRID[0]:
+        return NoKernel(
+            f"{kernel.matrices.count} matrices take {kernel.blocks} CTAs (at most {MAX_GRID[0]})"
+        )
+    return plan_choice(kernel.matrices.workload(kernel.name, sides), [candidate], gpu)

@@ -20,7 +20,7 @@ from jax_tilekern.plans.candidate import (
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import NOT_PREDICTED, LaunchPlan, NoKernel, PredictedUs
-from jax_tilekern.plans.policy.model import DeviceModel, model_of
+from jax_tilekern.plans.policy.model import DeviceModel, NearestCalls, model_of
 from jax_tilekern.plans.policy.setting import current_policy
 from jax_tilekern.plans.policy.workload import Workload, candidate_numbers
 
@@ -100,6 +100,9 @@ def predicted_times(
     if known is None or not known.predicts(workload):
         return None
     model, xla = known.models.get(workload.operation), known.roofline(workload)
+    if isinstance(model, NearestCalls):
+        ours, xla = model(workload.features)
+        return PredictedTimes(np.array([ours]), xla, 1.0, model.device or known.device)
     if model is None:
         bases = np.array([base_microseconds(x, device, xla) for x in candidates])
         return PredictedTimes(bases, xla, 1.0, known.device)
@@ -107,8 +110,8 @@ def predicted_times(
     xla *= math.exp(model.xla([numbers])[0])
     least, error_factor = model.margin
     margin = math.exp(max(least, error_factor * model.error([numbers])[0]))
-    ours = predicted(known, workload, candidates, device, xla)
-    return PredictedTimes(ours, xla, margin, model.device or known.device)
+    bases = predicted(known, workload, candidates, device, xla)
+    return PredictedTimes(bases, xla, margin, model.device or known.device)
 
 
 def _is_wrong_in_xla(workload: Workload, device: Device) -> bool:
@@ -183,13 +186,14 @@ def predicted(
     known: DeviceModel, workload: Workload, candidates: Sequence[Any], device: Device, xla: float
 ) -> _Array:
     """Return the predicted microseconds of each candidate, where XLA takes ``xla``."""
-    numbers = known.numbers(workload)
+    numbers, model = known.numbers(workload), known.models[workload.operation]
+    assert not isinstance(model, NearestCalls)
     rows = [
         (*numbers, *candidate_numbers(candidate, candidates[0], workload, device))
         for candidate in candidates
     ]
     bases = [base_microseconds(candidate, device, xla) for candidate in candidates]
-    result: _Array = np.asarray(bases) * np.exp(known.models[workload.operation].ours(rows))
+    result: _Array = np.asarray(bases) * np.exp(model.ours(rows))
     return result
 
 

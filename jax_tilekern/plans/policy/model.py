@@ -120,6 +120,45 @@ class OperationModel:
         return cls(xla, ours, error, (least, of_error))
 
 
+_NEAREST, _LEAST_DISTANCE, _RIDGE = 4, 0.05, 0.1
+
+
+@dataclass(frozen=True)
+class NearestCalls:
+    """Measured calls of an operation, few enough to be kept.
+
+    Times are predicted as a linear trend of their logarithms, and what the nearest calls differ by
+    from it.
+    """
+
+    features: _Array  # of each call
+    times: _Array  # logarithms of the microseconds of the kernel and of XLA
+    device: str = ""  # of which they are, if not of that of the file
+
+    def __call__(self, features: Sequence[float]) -> tuple[float, float]:
+        """Return the predicted microseconds of the kernel and of XLA."""
+        distances = _LEAST_DISTANCE + np.linalg.norm(self.features - features, axis=1)
+        nearest = np.argsort(distances, kind="stable")[:_NEAREST]
+        weights = distances[nearest] ** -2.0
+        trend, rest = self._trend
+        found = np.r_[1.0, features] @ trend + weights @ rest[nearest] / weights.sum()
+        ours, xla = np.exp(found)
+        return float(ours), float(xla)
+
+    @functools.cached_property
+    def _trend(self) -> tuple[_Array, _Array]:
+        """The coefficients of the trend, and what each call differs by from it."""
+        x = np.c_[np.ones(len(self.features)), self.features]
+        trend = np.linalg.solve(x.T @ x + _RIDGE * np.eye(x.shape[1]), x.T @ self.times)
+        return trend, self.times - x @ trend
+
+    @classmethod
+    def from_json(cls, calls: Sequence[Sequence[float]]) -> NearestCalls:
+        """Return the model of a file: features, and the microseconds of both sides."""
+        found = np.asarray(calls, np.float64)
+        return cls(found[:, :-2], np.log(found[:, -2:]))
+
+
 @dataclass(frozen=True)
 class DeviceModel:
     """A model of the times on a device."""
@@ -130,7 +169,7 @@ class DeviceModel:
     operations: Mapping[str, float]  # by arithmetic, multiply-adds in a microsecond
     # By the arithmetic of the parts, real multiply-adds of XLA's complex products in a microsecond.
     complex_operations: Mapping[str, float]
-    models: Mapping[str, OperationModel]
+    models: Mapping[str, OperationModel | NearestCalls]
 
     def predicts(self, workload: Workload) -> bool:
         """Whether there are data of a workload's operation, or an estimate by those of others."""
@@ -157,13 +196,17 @@ class DeviceModel:
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']}, and this version reads {FORMAT}")
         rates = content["rates"]
-        models: dict[str, OperationModel] = {}
+        models: dict[str, OperationModel | NearestCalls] = {}
         if scaled is not None:
             for name, model in scaled.models.items():
                 models[name] = dataclasses.replace(model, device=scaled.device)
         for name, x in content["models"].items():
-            corrected = models[name] if x.get("is_correction", False) else None
-            models[name] = OperationModel.from_json(x, corrected)
+            corrected: Any = models[name] if x.get("is_correction", False) else None
+            models[name] = (
+                NearestCalls.from_json(x["calls"])
+                if "calls" in x
+                else OperationModel.from_json(x, corrected)
+            )
         return cls(
             content["device"],
             float(rates["launch"]),

@@ -38,6 +38,7 @@ _FAMILIES = ("wgmma", "split", "small", "mma", "simt", "rows", "columns")
 # Common tiles, and the SMs of the GPUs that share them.
 _TILE, _SMS = 128, 132
 _MOST_ZEROS = 7
+_XLA_BATCHED, _SMALL_SYMMETRIC = 32, 4
 # The operation of a product with an epilogue.
 FUSED = "fused product"
 ATTENTION = "attention"  # values and gradients
@@ -50,7 +51,7 @@ class Workload:
     """The work of a call, as numbers."""
 
     # Which model predicts it: "product", "vector product" (that the kernel of sums computes on
-    # GPUs), "fused product", "attention", "sum", "transpose" or "add".
+    # GPUs), "fused product", "attention", "matrix svd", "sum", "transpose" or "add".
     operation: str
     operations: float  # multiply-adds
     bytes: float  # that are read and written, each once
@@ -211,6 +212,52 @@ def attention_workload(call: Pass, estimate: float) -> Workload:
         operation, call.operations, call.bytes, arithmetic, tuple(map(float, features)),
         estimate=estimate, is_xlas=False,
     )  # fmt: skip
+
+
+def matrices_workload(
+    kernel: str,
+    sizes: tuple[int, int, int],
+    sides: int,
+    dtype: np.dtype[Any],
+    *,
+    vectors: bool = True,
+) -> Workload:
+    """Return the work of a batch of small matrices.
+
+    Features are of one scale: between calls that differ by one, times differ about alike.
+
+    Parameters
+    ----------
+    kernel
+        Such as "svd" or "inverse".
+    sizes
+        The number of matrices, their rows, and their columns.
+    sides
+        Right-hand sides of a system, or 0.
+    vectors
+        Whether a decomposition has vectors.
+    """
+    count, rows, columns = sizes
+    least, most = sorted((rows, columns))
+    features = (
+        math.log2(max(1, count)) / 2,
+        *(math.log2(max(1, size)) for size in (least, most)),
+        math.log2(1 + sides),
+        dtype.itemsize > 4,
+        vectors,
+        # XLA decomposes one matrix, and larger ones, by other functions than batches.
+        2 * (count == 1),
+        2 * (most > _XLA_BATCHED),
+    )
+    return Workload(
+        f"matrix {kernel}",
+        count * rows * columns * (least + sides),
+        count * rows * (2 * columns + sides) * dtype.itemsize,
+        _SHORT_NAMES[dtype.name],
+        tuple(map(float, features)),
+        # On an H200 kernels are faster at almost all sizes, but for eigenvectors.
+        is_xlas=kernel == "eigh" and rows > _SMALL_SYMMETRIC,
+    )
 
 
 def sum_workload(dims: SummedDims, dtype: np.dtype[Any], out_dtype: np.dtype[Any]) -> Workload:
