@@ -125,6 +125,16 @@ def test_general_as_lax(rng, case, batched):
         assert explained[-1].kernel is not None, explained
 
 
+def test_a_single_ragged_row_is_an_outer_product(rng):
+    x, w = integers(rng, (1, 5)), integers(rng, (1, 4))
+    product = functools.partial(jtk.ragged_dot_general, ragged_dot_dimension_numbers=CONTRACTED)
+    by_lax = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=CONTRACTED)
+    for sizes in ([0, 1, 0], [0, 0, 0]):
+        same(product, by_lax, x, w, jnp.array(sizes))
+    choice = jtk.explain(product, x, w, jnp.array([0, 1, 0]))[-1]
+    assert choice.reason.startswith("nothing is contracted")
+
+
 @given(contractions(), st.integers(0, 2**32 - 1))
 @settings(max_examples=12)
 def test_every_ragged_contraction(case, seed):

@@ -362,9 +362,11 @@ NOT_CONTRACTED = "nothing is contracted, and XLA fuses an outer product into wha
 
 
 def contracts_nothing(lhs: Any, contraction: Contraction) -> bool:
-    """Return whether a product without groups is one of vectors, element by element."""
-    sizes = dict(zip(contraction.lhs, lhs.shape, strict=True))
-    return all(sizes[x] == 1 for x in contraction.contracted)
+    """Return whether a product is one of vectors, element by element, which groups may mask."""
+    c = contraction
+    sizes = dict(zip(c.lhs, lhs.shape, strict=True))
+    ragged = (c.ragged,) if c.ragged_dimension == "k" else ()
+    return all(sizes[x] == 1 for x in (*c.contracted, *ragged))
 
 
 def _refusal(
@@ -379,7 +381,7 @@ def _refusal(
 ) -> Fallback | None:
     if any(x.shape[-1] == 1 for x in bounds):
         return Fallback("a product of no groups has nothing to compute", is_loss=False)
-    if not bounds and contracts_nothing(lhs, contraction):
+    if contraction.ragged_dimension != "m" and contracts_nothing(lhs, contraction):
         # XLA fuses for example the norms of per-example gradients, which then need no memory.
         return Fallback(NOT_CONTRACTED, is_loss=False)
     arithmetic = chosen_arithmetic(platform, lhs, rhs, contraction, precision, out_dtype)
