@@ -596,7 +596,10 @@ def test_gpus_gather_few_rows_of_large_tables(dtype):
 @needs_emulator
 @pytest.mark.defaults
 @pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 20000), ("float32", 300)])
-def test_emulated_kernels_fill_what_xla_scatters_to(monkeypatch, rng, dtype, rows):
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_emulated_kernels_fill_what_xla_scatters_to(monkeypatch, rng, dtype, rows, is_wide):
+    if is_wide:
+        monkeypatch.setattr(lowering, "scatter_type", lambda r, _: r.value)
     monkeypatch.setattr(lowering, "is_filled_by_kernel", lambda *_: True)
     updates = whole(rng, 2, 40, 8).astype(dtype)
     ids = rng.integers(0, rows, (2, 40)).astype(np.int32)
@@ -643,6 +646,29 @@ def test_gpus_count_edges_as_their_sums_read_them():
     with jtk.gpu_target("NVIDIA H200"):
         assert "edges are counted between bounds" in reasons(30_000)
         assert "XLA's scatter is predicted to be faster" in reasons(1)
+
+
+@needs_emulator
+@pytest.mark.defaults
+def test_emulated_sums_of_functions_update_few_rows(rng):
+    data, weights = whole(rng, 50, 8).astype("float16"), whole(rng, 40, 1).astype("float16")
+    ids, rows = (rng.integers(0, n, 40).astype(np.int32) for n in (200_000, 50))
+    ids[:9] = 7
+    expected = np.zeros((200_000, 8), np.float32)
+    np.add.at(expected, ids, np.asarray(data, np.float32)[rows] * np.asarray(weights, np.float32))
+
+    def function(data, weights):
+        return jtk.segment_reduce(
+            lambda x, w: x * w, data, weights, segment_ids=ids, num_segments=200_000,
+            gather=(rows, None),
+        )  # fmt: skip
+
+    with emulated_gpu(H100, policy="auto"):
+        found = jax.jit(function)(data, weights)
+    with jtk.gpu_target("H100"):
+        choices = jtk.explain(function, data, weights, platform="cuda")
+    assert any("few rows" in x.reason for x in choices)
+    np.testing.assert_array_equal(found, expected.astype("float16"))
 
 
 @pytest.mark.defaults

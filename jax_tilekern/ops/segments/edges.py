@@ -183,12 +183,17 @@ _SCATTERS = {"sum": "add", "prod": "multiply", "max": "max", "min": "min"}
 Fill = Callable[[Sequence[int], Any], Array]
 
 
-def by_scatter(read: EdgeOperands, call: SegmentCall, fill: Fill | None = None) -> Array:
-    """Reduce by JAX's own operations, into an array that ``fill`` makes."""
+def by_scatter(
+    read: EdgeOperands, call: SegmentCall, fill: Fill | None = None, *, is_wide: bool = True
+) -> Array:
+    """Reduce by JAX's own operations, into an array that ``fill`` makes.
+
+    Numbers of 16 bits are reduced in float32, unless they are extrema and not ``is_wide``.
+    """
     values = edge_values(read.arrays, read.indices, call.gathers, call.function)
     # On CPUs a conversion is a pass of its own, which extrema do not need.
-    is_exact = call.reduction in EXTREMA and lowering_platform.value == "cpu"
-    values = values.astype(call.dtype if is_exact else wide_dtype(call.dtype))
+    is_wide = is_wide and not (call.reduction in EXTREMA and lowering_platform.value == "cpu")
+    values = values.astype(wide_dtype(call.dtype) if is_wide else call.dtype)
     if call.batch == 1 and fill is None:
         by_jax = getattr(ops, f"segment_{call.reduction}")
         total: Array = by_jax(values, read.keys, call.segments, call.is_sorted)

@@ -34,6 +34,7 @@ from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.launch import NOT_PREDICTED
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.segments import on_cpu
+from jax_tilekern.plans.segments.cost import scatter_type
 from jax_tilekern.plans.segments.problem import MapOperand, MapText, SegmentReduction
 from jax_tilekern.plans.segments.select import (
     is_filled_by_kernel,
@@ -71,17 +72,19 @@ def on_cuda(
         return Rewrite("edges are counted between bounds", functools.partial(_counted, call=call))
     few = updates_few_rows(problem, gpu, has_table=False)
     if few is not None:
-        by_kernel = is_filled_by_kernel(problem.results, problem.out_dtype, gpu)
-        fill = filled if by_kernel else jnp.full
+        fill = filled if is_filled_by_kernel(problem.results, problem.out_dtype, gpu) else None
         return Rewrite(FEW_ROWS, functools.partial(_add_few_rows, call=call, fill=fill), few)
     values = EdgeOperands.of([x.value for x in operands], call)
     # XLA drops a sort whose results nothing reads.
     order = (values.keys,) if reads_keys(problem, gpu) else (*values.order, values.bounds)
     found = planned_kernel((*values.arrays, *values.indices, *order), plan_segments, problem)
-    is_xlas = isinstance(found, Fallback) and found.predicted_us != NOT_PREDICTED
-    if is_xlas and is_filled_by_kernel(problem.results, problem.value, gpu):
-        scatter = functools.partial(_scattered, call=call)
-        return Rewrite(f"{found.reason}; a kernel fills the result", scatter, found.predicted_us)
+    if isinstance(found, Fallback) and found.predicted_us != NOT_PREDICTED:
+        dtype = scatter_type(problem, gpu)
+        fill = filled if is_filled_by_kernel(problem.results, dtype, gpu) else None
+        is_wide = dtype == problem.value
+        if fill is not None or not is_wide:
+            scatter = functools.partial(_scattered, call=call, fill=fill, is_wide=is_wide)
+            return Rewrite(found.reason, scatter, found.predicted_us)
     return found
 
 
@@ -90,15 +93,15 @@ def _counted(*operands: Array, call: SegmentCall) -> Array:
     return counts[:, 1:-1].ravel().astype(call.dtype)
 
 
-def _scattered(*operands: Array, call: SegmentCall) -> Array:
-    return by_scatter(EdgeOperands.of(operands, call), call, filled)
+def _scattered(*operands: Array, call: SegmentCall, fill: Fill | None, is_wide: bool) -> Array:
+    return by_scatter(EdgeOperands.of(operands, call), call, fill, is_wide=is_wide)
 
 
-def _add_few_rows(*operands: Array, call: SegmentCall, fill: Fill) -> Array:
+def _add_few_rows(*operands: Array, call: SegmentCall, fill: Fill | None) -> Array:
     read = EdgeOperands.of(operands, call)
-    (updates,) = read.arrays
+    updates = edge_values(read.arrays, read.indices, call.gathers, call.function)
     shape = (call.batch * call.segments, *updates.shape[1:])
-    table = fill(shape, np.zeros((), call.dtype))
+    table = (fill or jnp.full)(shape, np.zeros((), call.dtype))
     rows = rows_of(read.keys, call.segments, call.batch)
     rows = jnp.where(rows < 0, table.shape[0], rows)
     return add_few_rows(table, updates, rows, is_zero=True)

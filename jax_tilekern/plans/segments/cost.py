@@ -5,12 +5,16 @@ The numbers are measured (docs/tuning-log.md).
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
+
+import numpy as np
 
 from jax_tilekern.plans.gpu import WARP, Gpu
 from jax_tilekern.plans.segments.few_segments import FewSegments
 from jax_tilekern.plans.segments.index_sort import IndexSort
-from jax_tilekern.plans.segments.problem import SegmentReduction
+from jax_tilekern.plans.segments.problem import EXTREMA, SegmentReduction
 from jax_tilekern.plans.segments.scanned_segments import ScannedSegments
 from jax_tilekern.plans.segments.sorted_segments import SortedSegments
 
@@ -74,12 +78,27 @@ def _microseconds_of(size: int, gpu: Gpu) -> float:
 
 def xla_microseconds(reduction: SegmentReduction, gpu: Gpu) -> float:
     """Estimate the time of XLA's scatter for segments of equal length."""
-    r = reduction
+    return min(_scatter_microseconds(x, gpu) for x in _exact_scatters(reduction))
+
+
+def scatter_type(reduction: SegmentReduction, gpu: Gpu) -> np.dtype[Any]:
+    """Return the type in which XLA's scatter is predicted to be the fastest."""
+    exact = _exact_scatters(reduction)
+    return min(exact, key=lambda x: _scatter_microseconds(x, gpu)).value
+
+
+def _exact_scatters(r: SegmentReduction) -> list[SegmentReduction]:
+    """Return a reduction in the type of its values, and extrema in that of the result, too."""
+    narrow = r.reduction in EXTREMA and r.out_dtype != r.value
+    return [r, *([dataclasses.replace(r, value=r.out_dtype)] if narrow else [])]
+
+
+def _scatter_microseconds(r: SegmentReduction, gpu: Gpu) -> float:
     operations = r.edges * r.columns / 1e6
     on_an_address = r.edges / (r.batch * r.segments)
-    if r.value.itemsize < 4:
-        return _SCATTER + max(operations * _MILLION_LOOPS, on_an_address * _SAME_LOOP)
     fill = min(fill_microseconds(r.results, r.value.itemsize, gpu))
+    if r.value.itemsize < 4:
+        return _SCATTER + fill + max(operations * _MILLION_LOOPS, on_an_address * _SAME_LOOP)
     time = _additions_microseconds(r) + _read_microseconds(r, gpu) + fill
     same = _SAME_FLOAT if r.value.kind == "f" else _SAME_INTEGER
     if (r.reduction, r.value.kind) == ("prod", "f"):

@@ -65,8 +65,7 @@ def updates_few_rows(updates: SegmentReduction, gpu: Gpu, *, has_table: bool) ->
     The updates are floats of 16 bits, whose sums are rounded, and are added up in no fixed order.
     """
     r = updates
-    is_rounded = r.out_dtype != r.value and r.operands[0].dtype == r.out_dtype
-    if current_policy() == "kernels" or r.reduction != "sum" or r.text or not is_rounded:
+    if current_policy() == "kernels" or r.reduction != "sum" or r.out_dtype == r.value:
         return None
     few = few_rows_microseconds(r, gpu, has_table=has_table)
     if has_table:
