@@ -612,7 +612,7 @@ def test_emulated_kernels_fill_what_xla_scatters_to(monkeypatch, rng, dtype, row
         with emulated_gpu(H100, policy="auto") as ran:
             batches = jax.jit(jax.vmap(function))(updates, ids)
             one = jax.jit(function)(updates[1], ids[1])
-        assert [plan.name for plan in ran] == ["fill 16 bytes"] * 2
+        assert [plan.name for plan in ran] == ["fill"] * 2
         np.testing.assert_array_equal(batches, expected)
         np.testing.assert_array_equal(one, expected[1])
 
@@ -681,8 +681,8 @@ def test_gpus_fill_large_tables_by_a_kernel():
 
     with jtk.gpu_target("NVIDIA H200"):
         for dtype in ("bfloat16", "float32"):
-            assert "fill 16 bytes" in reasons(dtype, 1_000_000)
-            assert "fill 16 bytes" not in reasons(dtype, 1000)
+            assert "fill" in reasons(dtype, 1_000_000)
+            assert "fill" not in reasons(dtype, 1000)
 
 
 @pytest.mark.defaults

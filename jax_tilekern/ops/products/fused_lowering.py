@@ -108,8 +108,8 @@ def fused_kernel(
     """
     dtypes = [x.aval.dtype for x in arrays]
     is_outer = len(factors) == 2 and contracts_nothing(factors[0].aval, contraction)
-    if is_outer and not function.elements and not function.quantizes:
-        # XLA's reductions of rows then read vectors alone.
+    if is_outer and not function.quantizes:
+        # XLA's fusions then read vectors alone.
         return NOT_CONTRACTED
     reason = _cannot_quantize(function)
     if reason is not None:

@@ -150,7 +150,17 @@ def _xla_us(product: Product, of_plain: Sequence[CostedCandidate], gpu: Gpu) -> 
     assert times is not None
     read = _result_bytes(accumulators) + product.epilogue_bytes
     written = _result_bytes(product) if product.epilogue and product.epilogue.stores else 0
-    return times.xla + copy_cycles((read + written) // 2, gpu) / gpu.rates.cycles_per_microsecond
+    return times.xla + _xla_pass_us((read + written) // 2, gpu)
+
+
+# A kernel of XLA's behind another one (H200).
+_XLA_PASS = 1.2
+
+
+def _xla_pass_us(bytes_: int, gpu: Gpu) -> float:
+    """Estimate the microseconds of XLA to read and to write so many bytes each."""
+    moved = copy_cycles(bytes_, gpu) - copy_cycles(0, gpu)
+    return _XLA_PASS + moved / gpu.rates.cycles_per_microsecond
 
 
 # The time of a kernel that computes half of a product of 16-bit operands, over its estimate: up to
@@ -265,8 +275,8 @@ def _cycles_of_xla(product: Product, gpu: Gpu) -> float:
         return math.inf
     # Kernels of pairs are compared by their estimates, so XLA's time is in the cycles of these.
     # The pass reads two arrays and writes one.
-    combining = copy_cycles(3 * _result_bytes(product) // 2, gpu)
-    return 2 * found[0].cycles * xla / ours + combining
+    combining = _xla_pass_us(3 * _result_bytes(product) // 2, gpu)
+    return found[0].cycles * (2 * xla + combining) / ours
 
 
 def _result_bytes(product: Product) -> int:

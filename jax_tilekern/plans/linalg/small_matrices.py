@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ _MAX_COLUMNS = 8  # right-hand sides of a thread at a time
 # if there are too few matrices for the GPU.
 _SHARED_COLUMNS = 64
 _ENOUGH_WAVES = 4
+# Fewer CTAs leave SMs idle.
+_FEW_CTAS = 128
 _WARP = 32
 # A thread solves a system of at most so many rows by itself, with few right-hand sides.
 _THREAD_ROWS = 8
@@ -65,6 +68,8 @@ class MatrixKernel:
     kernel: Kernel
     lanes: int  # lanes that share a matrix, a power of two
     threads: int = _WARP  # of a CTA
+    # Right-hand sides at a time where CTAs share matrices without factoring them, or 0.
+    columns: int = 0
 
     @property
     def blocks(self) -> int:
@@ -117,8 +122,16 @@ def triangular_solve_kernel(
     transpose: bool,
     unit_diagonal: bool,
 ) -> MatrixKernel:
-    choices = (columns_at_once(columns), lower, transpose, unit_diagonal)
-    return matrices.with_row_lanes("triangular_solve", "matrix_solve", *choices)
+    def kernel(at_once: int) -> MatrixKernel:
+        choices = (at_once, lower, transpose, unit_diagonal)
+        found = matrices.with_row_lanes("triangular_solve", "matrix_solve", *choices)
+        return dataclasses.replace(found, columns=at_once)
+
+    # A thread divides one side after the other, so few matrices have more CTAs of fewer sides.
+    at_once = columns_at_once(columns)
+    while at_once > 1 and kernel(1).blocks * columns.count < _FEW_CTAS * at_once:
+        at_once //= 2
+    return kernel(at_once)
 
 
 def columns_at_once(columns: Columns) -> int:
@@ -139,7 +152,7 @@ def plan_columns(kernel: MatrixKernel, columns: Columns, gpu: Gpu) -> LaunchPlan
     if columns.count >= 2**31:
         return NoKernel(f"{columns.count} right-hand sides (at most {2**31 - 1})")
     matrices = kernel.matrices
-    each = columns_per_block(kernel.blocks, columns, gpu)
+    each = columns_per_block(kernel, columns, gpu)
     strides = (1, matrices.size) if columns.contiguous else (columns.count, 1)
     itemsize = matrices.dtype.itemsize
     parts = math.ceil(columns.count / each)
@@ -148,12 +161,16 @@ def plan_columns(kernel: MatrixKernel, columns: Columns, gpu: Gpu) -> LaunchPlan
     return _choice(_Candidate(kernel, parts, scalars, alignments), columns.count, gpu)
 
 
-def columns_per_block(blocks: int, columns: Columns, gpu: Gpu) -> int:
-    """Return how many right-hand sides of its matrices each of so many CTAs solves."""
-    if blocks >= _ENOUGH_WAVES * gpu.sm_count:
+def columns_per_block(kernel: MatrixKernel, columns: Columns, gpu: Gpu) -> int:
+    """Return how many right-hand sides of its matrices each CTA solves."""
+    share = kernel.blocks / (_ENOUGH_WAVES * gpu.sm_count)
+    if share >= 1:
         return columns.count
-    least = math.ceil(columns.count / MAX_GRID[1] / _MAX_COLUMNS) * _MAX_COLUMNS
-    return min(columns.count, max(_SHARED_COLUMNS, least))
+    if not kernel.columns:
+        least = math.ceil(columns.count / MAX_GRID[1] / _MAX_COLUMNS) * _MAX_COLUMNS
+        return min(columns.count, max(_SHARED_COLUMNS, least))
+    wanted = columns.count * max(share, 1 / MAX_GRID[1])
+    return min(columns.count, math.ceil(wanted / kernel.columns) * kernel.columns)
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,12 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Poli
             f'{without}, so XLA computes it (jax_tilekern.policy("kernels") takes a kernel)',
         )
     best = int(np.argmin(found.ours))
-    ours = float(found.ours[best])
+    kernel, before = float(found.ours[best]), late_us(workload, device)
+    ours = kernel + before
     times, data = PredictedUs(ours, found.xla), f"(data of {found.device})"
     if asked or must:
         return PolicyChoice(candidates[best], why, times)
-    if ours * found.margin <= found.xla:
+    if kernel * found.margin + before <= found.xla:
         return PolicyChoice(candidates[best], f"predicted faster than XLA {data}", times)
     text = f"XLA is predicted as fast {data}"
     if ours <= found.xla:
@@ -71,8 +72,15 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Poli
     return PolicyChoice(None, text, times)
 
 
+def late_us(workload: Workload, device: Device) -> float:
+    """Return how much later than XLA's operation a kernel begins in a program."""
+    if workload.by_library or not isinstance(device, Gpu):
+        return 0.0
+    return device.rates.custom_call_us
+
+
 class PredictedTimes(NamedTuple):
-    """Predicted microseconds of a call.
+    """Predicted microseconds of a call alone.
 
     Attributes
     ----------
@@ -174,7 +182,8 @@ def plan_fused(
     cycles = times.ours * gpu.rates.cycles_per_microsecond
     ranked = sorted(map(with_cycles, candidates, cycles.tolist()), key=lambda x: x.cycles)
     asked = current_policy() == "kernels"
-    limit = math.inf if asked else times.xla * gpu.rates.cycles_per_microsecond
+    least = times.xla - late_us(workload, gpu)
+    limit = math.inf if asked else least * gpu.rates.cycles_per_microsecond
     plan = fused_plan(ranked, gpu, limit)
     if isinstance(plan, NoKernel):
         return dataclasses.replace(plan, predicted_us=choice.predicted_us)

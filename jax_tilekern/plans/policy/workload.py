@@ -63,6 +63,8 @@ class Workload:
     estimate: float | None = None
     # Whether XLA computes it on devices without data.
     is_xlas: bool = True
+    # Whether XLA calls a library, whose kernels begin as late in a program as a custom call's.
+    by_library: bool = False
 
 
 def product_workload(product: Product) -> Workload:
@@ -257,6 +259,7 @@ def matrices_workload(
         tuple(map(float, features)),
         # On an H200 kernels are faster at almost all sizes, but for eigenvectors.
         is_xlas=kernel == "eigh" and rows > _SMALL_SYMMETRIC,
+        by_library=True,
     )
 
 

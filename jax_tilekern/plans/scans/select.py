@@ -23,7 +23,7 @@ def plan_scan(scan: Scan, gpu: Gpu) -> LaunchPlan | NoKernel:
     if scan.length == 1 and current_policy() != "kernels":
         return NoKernel("XLA fuses sequences of one element")
     kernel = _kernel(scan, gpu)
-    ours = kernel_microseconds(scan, gpu, kernel)
+    ours = kernel_microseconds(scan, gpu, kernel) + gpu.rates.custom_call_us
     xla = xla_microseconds(scan, gpu)
     times = PredictedUs(ours, xla)
     if current_policy() != "kernels" and xla <= _MARGIN * ours:

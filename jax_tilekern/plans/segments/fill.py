@@ -13,20 +13,24 @@ _THREADS, _CTAS_OF_SM = 256, 8
 
 def plan_fill(count: int, element: bytes, gpu: Gpu) -> LaunchPlan:
     """Plan the call without operands whose result has ``count`` copies of an element."""
-    size = count * len(element)
-    vector = math.gcd(size, VECTOR_BYTES)
-    words = size // vector
-    kernel = Kernel("segments/fill.cuh", f"tilekern::fill<{vector}>")
+    words, bytes_ = divmod(count * len(element), VECTOR_BYTES)
+    kernel = Kernel("segments/fill.cuh", "tilekern::fill")
+    ctas = min(math.ceil(words / _THREADS), _CTAS_OF_SM * gpu.sm_count)
     launch = Launch(
         entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
-        grid=(min(math.ceil(words / _THREADS), _CTAS_OF_SM * gpu.sm_count), 1, 1),
+        grid=(max(1, ctas), 1, 1),
         block=(_THREADS, 1, 1),
-        parameters=(Buffer(0), Scalars.int64(words), Scalars(element * (vector // len(element)))),
+        parameters=(
+            Buffer(0),
+            Scalars.int64(words),
+            Scalars(element * (VECTOR_BYTES // len(element))),
+            Scalars.pack("i", bytes_),
+        ),
     )
     return LaunchPlan(
-        name=f"fill {vector} bytes",
+        name="fill",
         gpu=gpu,
         launches=(launch,),
-        alignments=(vector,),
-        reason=f"{words} words",
+        alignments=(VECTOR_BYTES,),
+        reason=f"{count} elements of {len(element)} bytes",
     )
