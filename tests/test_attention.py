@@ -1,6 +1,7 @@
 """``attention`` on every backend: values, derivatives, masks, memory and errors."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +197,27 @@ def test_without_a_batch():
     found = jtk.attention(QUERY[0], KEY[0], VALUE[0], return_residual=True)
     expected = jtk.attention(QUERY, KEY, VALUE, return_residual=True)
     assert_close(found, tuple(x[0] for x in expected), 1e-6)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (3, 2, 0, 1)])
+@pytest.mark.usefixtures("block_sizes")
+def test_keys_of_a_feature_side_by_side(order):
+    """A CPU multiplies keys and values as they lie."""
+    inverse = np.argsort(order)
+
+    def ours(q, k, v):
+        return jtk.attention(q, k.transpose(inverse), v.transpose(inverse))
+
+    for key_heads in (1, K):
+        key, value = (x[:, :, :key_heads] for x in (KEY, VALUE))
+        stored = [x.transpose(order) for x in (key, value)]
+        assert_close(jax.jit(ours)(QUERY, *stored), dense(QUERY, key, value))
+    if not on_gpu():
+        one = [x[:1] for x in (QUERY, *(x[:, :, :1] for x in (KEY, VALUE)))]
+        stored = [x.transpose(order) for x in one[1:]]
+        text = jax.jit(ours).lower(one[0], *stored).compile().as_text()
+        moved = re.findall(r"f32\[\S* (?:copy|transpose)\(.*", text)
+        assert not [line for line in moved if f"1,{S}" in line or f"{S},1" in line], moved
 
 
 def test_residual():

@@ -8,7 +8,7 @@ compute a block's scores again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -34,18 +34,27 @@ def score_type(x: Any) -> np.dtype[Any]:
     return np.dtype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def forward(query: Array, key: Array, value: Array, *arrays: Array, scores: Scores) -> list[Array]:
-    """Return the result, and the log of the sum of exponentials as in ``residual.py``."""
+def forward(
+    query: Array, key: Array, value: Array, *arrays: Array, scores: Scores,
+    of_features: Collection[int] = (),
+) -> list[Array]:  # fmt: skip
+    """Return the result, and the log of the sum of exponentials as in ``residual.py``.
+
+    ``of_features`` are the positions of the operands that have the keys of a feature side by side
+    in memory. XLA moves none of them for products whose dimensions are in this order.
+    """
     count = residual.count(scores)
 
     def block(place: Block, rows: Parts, keys: Parts, own: Sequence[Array]) -> list[Array]:
         q = rows["q"]
-        score = _score_of(scores, place, own)(_products(scores, q, keys["k"]))
+        products = _products(scores, q, keys["k"], of_features=1 in of_features)
+        score = _score_of(scores, place, own)(products)
         exponentials, total, shift = _exponentials(score, _visible(scores, place, own))
         some = jnp.where(total == 0, 1, total)
         log_sum = jnp.where(total == 0, -jnp.inf, jnp.log(some))
         logarithm = [log_sum, shift] if count == 2 else [shift + log_sum]
-        out = _times_keys(scores, exponentials, keys["v"], q) / some.reshape(*q.shape[:4], 1)
+        out = _times_keys(scores, exponentials, keys["v"], q, of_features=2 in of_features)
+        out /= some.reshape(*q.shape[:4], 1)
         return [out.astype(query.dtype), *(x.reshape(q.shape[:4]) for x in logarithm)]
 
     rows, keys = {"q": _by_group(query, key)}, {"k": _by_head(key), "v": _by_head(value)}
@@ -194,16 +203,19 @@ def _probabilities(score: Array, visible: Array | None) -> Array:
 # others of 16 bits inexactly on a CPU. "m" are the queries of all heads of a group.
 
 
-def _products(scores: Scores, q: Array, k: Array) -> Array:
+def _products(scores: Scores, q: Array, k: Array, of_features: bool = False) -> Array:
     """Return the scaled products of queries and keys."""
     batch, heads, group, queries, _ = q.shape
-    s = _product(scores, "md,kd->mk", q, k) * scores.scale
+    s = _product(scores, f"md,{'dk' if of_features else 'kd'}->mk", q, k) * scores.scale
     return s.reshape(batch, heads * group, queries, k.shape[2])
 
 
-def _times_keys(scores: Scores, x: Array, keys: Array, q: Array) -> Array:
+def _times_keys(
+    scores: Scores, x: Array, keys: Array, q: Array, of_features: bool = False
+) -> Array:
     """Return the product of scores and an array of keys, of the dimensions of ``q``."""
-    return _product(scores, "mk,kd->md", x, keys).reshape(*q.shape[:4], keys.shape[3])
+    out = _product(scores, f"mk,{'dk' if of_features else 'kd'}->md", x, keys)
+    return out.reshape(*q.shape[:4], keys.shape[3])
 
 
 def _product(scores: Scores, dims: str, x: Array, y: Array) -> Array:
@@ -217,6 +229,8 @@ def _product(scores: Scores, dims: str, x: Array, y: Array) -> Array:
     narrow = types[0] if types and is_native else wide
 
     def merged(z: Array, own: str) -> Array:
+        if own == "dk":
+            z = jnp.swapaxes(z, 2, 3)
         if own[0] == "m":
             size = math.prod(z.shape[1:-1]) // heads
             z = z.reshape(z.shape[0], heads, size, z.shape[-1])

@@ -294,9 +294,18 @@ def _localised(shard: Shard, *operands: Array, scores: Scores, **_: Any) -> Resu
 
 def _by_blocks(function: Callable[..., Results]) -> Planner:
     def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
+        if function is blocks.forward:
+            params["of_features"] = _of_features(operands)
         return Rewrite("blocks of scores by XLA", functools.partial(function, **params))
 
     return Planner(no_refusal, plan)
+
+
+def _of_features(operands: Sequence[Operand]) -> list[int]:
+    """Return which of key and value are stored with the features of a key apart, by position."""
+    sources = {i: compat.transposed_from(operands[i].value) for i in (1, 2)}
+    orders = {i: source[1] for i, source in sources.items() if source is not None}
+    return [i for i, order in orders.items() if order[3] < order[1]]
 
 
 def _defined(name: str, function: Callable[..., Results], **rules: Any) -> Callable[..., Any]:
