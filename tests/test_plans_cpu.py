@@ -59,6 +59,13 @@ def test_a_cpu_without_times_is_xlas(function, shapes):
         assert choice_of(function, *map(F32, shapes)).kernel
 
 
+def test_few_elements_are_added_by_xla():
+    x = F32((31, 32))
+    assert choice_of(jtk.add, x, x).reason == "XLA adds few elements without a call"
+    with jtk.policy("kernels"):
+        assert choice_of(jtk.add, x, x).kernel
+
+
 def test_transposes_of_operands_fuse_with_additions():
     x, y = F32((900, 700)), F32((700, 900))
     of_transpose = choice_of(lambda x, y: jtk.add(jnp.swapaxes(x, 0, 1), y), x, y)

@@ -33,6 +33,8 @@ from jax_tilekern.primitives.operation import (
 
 # The CPU's handler adds row by row.
 _SHORT = 128
+# XLA computes a program of fewer operations in the thread that calls it.
+_FEW = 1000
 
 
 @jitted()
@@ -126,8 +128,11 @@ def _cpu(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
     *outer, columns = dims.sizes
     if outer and columns < _SHORT:
         return Fallback(f"XLA adds rows of {columns} elements")
-    if current_policy() != "kernels" and any(compat.transposed_from(o.value) for o in operands):
-        return Fallback("XLA reads an operand before its transpose")
+    if current_policy() != "kernels":
+        if math.prod(dims.sizes) < _FEW:
+            return Fallback("XLA adds few elements without a call")
+        if any(compat.transposed_from(operand.value) for operand in operands):
+            return Fallback("XLA reads an operand before its transpose")
     call = ffi.CpuCall(ffi.CPU_ADD, dims._asdict())
     kernel = PlannedKernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
     return chosen_cpu_kernel(add_workload(dims, x.aval.dtype), kernel)
