@@ -165,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
         if sum(x.is_pair for x in own) < _FEWEST:
             continue
         if operation.startswith(_KEPT):
-            models[operation] = _kept(own, operation)
+            models[operation] = kept_calls(own, operation)
             continue
         base: Any = known.get(operation)
         fitted = _fitted(_Rows(device, own, base), operation)
@@ -667,7 +667,7 @@ def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
     }
 
 
-def _kept(calls: Sequence[MeasuredCall], operation: str) -> dict[str, Any]:
+def kept_calls(calls: Sequence[MeasuredCall], operation: str) -> dict[str, Any]:
     """Return the calls of an operation as its model, and print its error on each without it."""
     lines = [
         [*call.workload.features, call.ours[0], call.xla]

@@ -18,7 +18,6 @@ import jax_tilekern as jtk
 from benchmarks.catalog.oracles import PEERS
 from benchmarks.commands import ProgramsCommand
 from benchmarks.programs import KERNELS, Arrays, Errors, Program, random_arrays
-from benchmarks.rows import OURS, XLA
 
 _OPERATIONS = (
     "inv", "solve", "cholesky", "svd", "eigh", "qr", "svdvals", "eigvalsh", "det", "expm",
@@ -68,12 +67,10 @@ class MatrixCall(NamedTuple):
         shapes += [(self.matrices, self.n, self.columns)] if self.has_sides else []
         return tuple(jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes)
 
-    def function(self, side: str) -> Callable[..., Any]:
-        """Return what computes it: ours or XLA's."""
-        module = jtk.linalg if side == OURS else PEERS.linalg
-        return functools.partial(
-            getattr(module, self.operation), **_OPTIONS.get(self.operation, {})
-        )
+    def function(self, side: Any) -> Callable[..., Any]:
+        """Return what computes it: the package's function, or that of ``PEERS``."""
+        options = _OPTIONS.get(self.operation, {})
+        return functools.partial(getattr(side.linalg, self.operation), **options)
 
     def types_enabled(self) -> Any:
         return jax.enable_x64(self.dtype == "float64")
@@ -165,7 +162,7 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
         yield Program(
             call.name,
             functools.partial(_operands, call),
-            {side: call.function(side) for side in (OURS, XLA)},
+            {"ours": call.function(jtk), "XLA": call.function(PEERS)},
             functools.partial(_errors, name), f"`{name}` of {size}, {call.dtype}",
             fields={"matrices": list(call)},
             wide=call.dtype == "float64", margin=10,

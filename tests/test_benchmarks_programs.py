@@ -21,6 +21,7 @@ from benchmarks.samples import LIMITS
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.policy.model import NearestCalls
 
 pytestmark = pytest.mark.thorough
 
@@ -57,6 +58,26 @@ def test_sides_that_fail_are_a_line():
     assert alone["failures"] == {"XLA": "ValueError: first line"}
     with pytest.raises(ValueError, match="first line"):
         measure.measured(program(ours=wrong, XLA=ours), 0.01)
+
+
+def test_calls_of_small_matrices_are_a_model(tmp_path, capsys):
+    path, device = tmp_path / "linalg.jsonl", "NVIDIA H200"
+    wanted = ["--operations", "lu_factor", "triangular_solve", "svd", "--sizes", "4", "5x2"]
+    more = ["--count", "10", "30", "--types", "float64", "--seconds", "0.001", "--json", str(path)]
+    assert main(["linalg", *wanted, *more]) == 0
+    rows = record.read(path)["rows"]
+    assert {row["name"].partition(" ")[0] for row in rows} == set(wanted[1:4])
+    calls = [fit_policy.measured_call(x, known_gpu(device)) for x in fit_policy.read_times([path])]
+    assert len(calls) == len(rows) == 8
+    for call in calls:
+        assert call.is_pair
+        assert call.workload.operation.startswith("matrix ")
+    own = [call for call in calls if call.workload.operation == "matrix svd"]
+    model = NearestCalls.from_json(fit_policy.kept_calls(own, "matrix svd")["calls"])
+    for call in own:
+        # A measured call is near itself.
+        predicted = model(call.workload.features)
+        np.testing.assert_allclose(predicted, (call.ours[0], call.xla), rtol=0.3)
 
 
 def test_layers_of_experts(tmp_path, monkeypatch, capsys):
