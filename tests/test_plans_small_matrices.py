@@ -19,6 +19,7 @@ from jax_tilekern.plans.linalg.small_matrices import (
     Columns,
     SmallMatrices,
     cholesky_kernel,
+    columns_per_block,
     inverse_kernel,
     lu_kernel,
     plan_columns,
@@ -37,6 +38,18 @@ def test_plans_that_no_launch_has():
     assert isinstance(too_many, NoKernel)
     many = SmallMatrices(2**37, 4, F32)
     assert isinstance(plan_matrices(inverse_kernel(many), 1, H100), NoKernel)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "sides", "at_once", "of_cta"),
+    [(104, 3, 10, 1, 1), (1, 64, 1000, 4, 4), (500, 64, 64, 8, 64), (100_000, 4, 3, 4, 3)],
+)
+def test_few_triangular_systems_have_ctas_of_few_sides(count, size, sides, at_once, of_cta):
+    matrices, columns = SmallMatrices(count, size, F32), Columns(sides)
+    kernel = triangular_solve_kernel(
+        matrices, columns, lower=True, transpose=False, unit_diagonal=False
+    )
+    assert (kernel.columns, columns_per_block(kernel, columns, H100)) == (at_once, of_cta)
 
 
 def _kernels(matrices):

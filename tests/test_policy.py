@@ -11,7 +11,8 @@ import pytest
 
 import jax_tilekern as jtk
 from jax_tilekern.plans.gemm import select
-from jax_tilekern.plans.policy import model
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.policy import choose, model
 from jax_tilekern.plans.policy.model import (
     DeviceModel,
     Forest,
@@ -19,6 +20,8 @@ from jax_tilekern.plans.policy.model import (
     model_of,
     scaled_model,
 )
+from jax_tilekern.plans.policy.workload import Workload
+from jax_tilekern.plans.quantize import QuantizeCandidate
 
 pytestmark = pytest.mark.defaults
 
@@ -76,6 +79,30 @@ def test_a_policy_holds_for_its_thread():
         thread.start()
         thread.join()
     assert found == [None]
+
+
+@pytest.mark.parametrize(("us", "by_library", "is_kernels"), [
+    (4.5, False, True), (3.5, False, False), (3.5, True, True), (2.9, True, False),
+])  # fmt: skip
+def test_a_custom_call_begins_later_than_xlas_fusions(us, by_library, is_kernels):
+    gpu = known_gpu("NVIDIA H200")
+    candidate = QuantizeCandidate(None, 3.0 * gpu.rates.cycles_per_microsecond)
+    workload = Workload("quantize", 0, 0, "", (), estimate=us, by_library=by_library)
+    choice = choose(workload, [candidate], gpu)
+    assert (choice.candidate is not None) == is_kernels
+    assert choice.predicted_us.ours == pytest.approx(3.0 if by_library else 4.1)
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(16, None), (16384, "quantize bfloat16")])
+def test_small_arrays_are_quantised_by_xla(rows, kernel):
+    x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
+    assert choice_of(jtk.quantize, x, arch="H200").kernel == kernel
+
+
+def test_outer_products_with_functions_are_xlas():
+    column, row = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 1), (1, 512)))
+    choices = jtk.explain(jtk.gated_linear, column, row, row, platform="cuda")
+    assert {x.kernel for x in choices} == {None}
 
 
 def test_there_are_three_policies():
