@@ -105,6 +105,14 @@ def test_outer_products_with_functions_are_xlas():
     assert {x.kernel for x in choices} == {None}
 
 
+@pytest.mark.parametrize(("k", "is_kernels"), [(37, False), (128, True)])
+def test_small_scaled_products_with_packed_operands_are_xlas(k, is_kernels):
+    operands = [jax.ShapeDtypeStruct((128, k), jnp.float8_e4m3fn)] * 2
+    scales = [jax.ShapeDtypeStruct((128, 1), jnp.float32)] * 2
+    choice = choice_of(jtk.scaled_matmul, *operands, *scales, arch="H200")
+    assert (choice.kernel is not None) == is_kernels
+
+
 def test_there_are_three_policies():
     with pytest.raises(ValueError, match="auto, kernels, xla, not 'fast'"):
         jtk.policy("fast").__enter__()

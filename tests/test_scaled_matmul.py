@@ -259,7 +259,7 @@ def test_calls_state_their_product(rng):
 
 
 def test_a_user_has_the_kernel_by_default(rng):
-    operands = values(rng, 40, 200), values(rng, 24, 200), scales(rng, 40, 2), scales(rng, 24, 2)
+    operands = values(rng, 40, 256), values(rng, 24, 256), scales(rng, 40, 2), scales(rng, 24, 2)
     can_emulate = emulated_plans.COMPILER is not None
     gpu = emulated_gpu(policy="auto") if can_emulate else contextlib.nullcontext()
     with gpu as ran:

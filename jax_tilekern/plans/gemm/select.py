@@ -19,7 +19,7 @@ from jax_tilekern.plans.candidate import (
     ranked_candidates,
     with_cycles,
 )
-from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
+from jax_tilekern.plans.gemm.arithmetic import F32, accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import EpilogueArray
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm80.candidates import MMA
@@ -93,8 +93,29 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     if product.epilogue is not None:
         return fused_plan(found, gpu) if xla_has_none else _plan_fused(product, found, gpu)
     if xla_has_none:
-        return found[0].plan(gpu)
+        return found[0].plan(gpu) if product.is_grouped else _plan_scaled(product, found, gpu)
     return plan_choice(workload_of(product, found), found, gpu)
+
+
+def _plan_scaled(
+    product: Product, found: Sequence[CostedCandidate], gpu: Gpu
+) -> LaunchPlan | NoKernel:
+    """Plan and compile a product of scaled operands, which XLA dequantises first."""
+    plain = dataclasses.replace(
+        product, lhs_dtype=F32, rhs_dtype=F32, out_dtype=F32, arithmetic="f32", scales=None
+    )
+    others, g = candidates(plain, gpu), product.geometry
+    times = None
+    if not isinstance(others, NoKernel):
+        times = predicted_times(workload_of(plain, others), others, gpu)
+    if times is None:
+        return found[0].plan(gpu)
+    sizes = (math.prod(g.batch) * rows * g.k for rows in (g.m, g.n))
+    passes = (_xla_pass_us(size * (1 + F32.itemsize) // 2, gpu) for size in sizes)
+    workload = dataclasses.replace(
+        product_workload(product), operation="scaled product", estimate=times.xla + sum(passes)
+    )
+    return plan_choice(workload, found, gpu)
 
 
 def workload_of(product: Product, found: Sequence[CostedCandidate]) -> Workload:
