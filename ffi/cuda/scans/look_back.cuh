@@ -98,6 +98,11 @@ struct Row {
   int64 begin;
   int64 end;
   int64 before;
+
+  // Whether an element precedes that at a place, the i-th of a vector.
+  bool precedes(int64 place, int, int) const {
+    return begin <= place + before && place + before < end;
+  }
 };
 
 // The elements of a vector that begin a sequence, as bits in the order of the sequences, and the
@@ -105,6 +110,10 @@ struct Row {
 struct RowStarts {
   uint32 bits;
   int before;
+
+  bool precedes(int64, int i, int elements) const {
+    return (bits >> (before > 0 ? elements - 1 - i : i) & 1) == 0;
+  }
 };
 
 // The distance to the element before in the order of a sequence, and whether there is one.
@@ -157,30 +166,15 @@ inline void store_elements(T* to, const T (&elements)[kNumbers], int count) {
   }
 }
 
-// Loads for each element of a sequence along which vectors lie the one before it.
-template <int kBytes, typename T>
-inline Bits<kBytes> load_before(const T* array, int64 at, int count, const Row& row) {
+// Loads for each element of a vector along sequences the one before it in its own.
+template <int kBytes, typename T, class Sequence>
+inline Bits<kBytes> load_before(const T* array, int64 at, int count, const Sequence& sequence) {
   constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
   Bits<kBytes> bits = {};
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
-    const int64 place = at + i + row.before;
-    if (i < count && row.begin <= place && place < row.end)
-      reinterpret_cast<T*>(bits.words)[i] = array[place];
-  }
-  return bits;
-}
-
-// The same where a vector has elements of several rows.
-template <int kBytes, typename T>
-inline Bits<kBytes> load_before(const T* array, int64 at, int count, const RowStarts& starts) {
-  constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
-  Bits<kBytes> bits = {};
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) {
-    const int place = starts.before > 0 ? kElements - 1 - i : i;
-    if (i < count && (starts.bits >> place & 1) == 0)
-      reinterpret_cast<T*>(bits.words)[i] = array[at + i + starts.before];
+    if (i < count && sequence.precedes(at + i, i, kElements))
+      reinterpret_cast<T*>(bits.words)[i] = array[at + i + sequence.before];
   }
   return bits;
 }
