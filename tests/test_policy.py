@@ -113,6 +113,16 @@ def test_small_scaled_products_with_packed_operands_are_xlas(k, is_kernels):
     assert (choice.kernel is not None) == is_kernels
 
 
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [(jtk.quantize, (20786, 1856)), (partial(jtk.cumsum, axis=0), (7, 181206))],
+)
+def test_xla_reads_transposed_arrays_where_they_lie(function, shape):
+    x, stored = (jax.ShapeDtypeStruct(size, jnp.float32) for size in (shape, shape[::-1]))
+    assert choice_of(function, x, arch="H200").kernel
+    assert choice_of(lambda stored: function(stored.T), stored, arch="H200").kernel is None
+
+
 def test_there_are_three_policies():
     with pytest.raises(ValueError, match="auto, kernels, xla, not 'fast'"):
         jtk.policy("fast").__enter__()

@@ -19,6 +19,7 @@ from jax_tilekern.plans.tuned import planning_state
 from jax_tilekern.primitives import deferral
 from jax_tilekern.primitives.operation import (
     Fallback,
+    Operand,
     Operation,
     PlannedKernel,
     Planner,
@@ -50,6 +51,12 @@ def planned_kernel(
     if isinstance(found, NoKernel):
         return Fallback(found.reason, found.predicted_us)
     return PlannedKernel(found.name, found.reason, found, operands, predicted_us=found.predicted_us)
+
+
+def transposed_sizes(operands: Sequence[Operand]) -> tuple[int, ...]:
+    """Return the sizes in bytes of the operands that a transpose makes."""
+    avals = (x.aval for x in operands if compat.transposed_from(x.value) is not None)
+    return tuple(x.size * x.dtype.itemsize for x in avals)
 
 
 def define_kernel(

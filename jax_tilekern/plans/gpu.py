@@ -23,11 +23,19 @@ RESERVED_SHARED_BYTES = 1024
 VECTOR_BYTES = 16
 # The share of the shorter of compute and memory time that the longer one does not hide (H100).
 _NOT_HIDDEN = 0.15
+# XLA's kernel behind another one: its microseconds, and the share of the memory bandwidth (H200).
+_XLA_PASS, _XLA_SHARE = 1.2, 0.85
 
 
 def overlapped_cycles(busy: float, memory: float) -> float:
     """Return the time of computation and memory accesses that overlap."""
     return max(busy, memory) + _NOT_HIDDEN * min(busy, memory)
+
+
+def xla_pass_us(bytes_: float, gpu: Gpu) -> float:
+    """Estimate the microseconds of XLA's kernel that reads and writes so many bytes each."""
+    moved = 2 * bytes_ / (_XLA_SHARE * gpu.rates.memory_bandwidth)
+    return _XLA_PASS + moved / gpu.rates.cycles_per_microsecond
 
 
 class NoGpu(RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.candidate import Candidate, Costed
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32, FP8
-from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu, xla_pass_us
 from jax_tilekern.plans.launch import MAX_INT32, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy import plan_choice
 from jax_tilekern.plans.policy.workload import Workload
@@ -143,7 +143,8 @@ class QuantizeCandidate(Candidate, Costed):
         )
 
 
-def plan_quantize(problem: Quantized, gpu: Gpu) -> LaunchPlan | NoKernel:
+def plan_quantize(problem: Quantized, transposed: Sequence[int], gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan the kernel; ``transposed`` has the size of an operand that a transpose makes."""
     if gpu.compute_capability < _CAPABILITY:
         return NoKernel(f"{gpu.arch} has no instruction that rounds to 8-bit floats")
     if problem.dtype not in QUANTIZED_DTYPES or problem.quantized not in FP8:
@@ -154,7 +155,8 @@ def plan_quantize(problem: Quantized, gpu: Gpu) -> LaunchPlan | NoKernel:
     rates, elements = gpu.rates, problem.matrices * problem.rows * problem.columns
     read, written = elements * problem.dtype.itemsize, elements * (1 + problem.transposed)
     share = _SHARE if problem.aligned else _UNALIGNED_SHARE
-    cycles = _LAUNCH * rates.cycles_per_microsecond
+    launches = _LAUNCH + sum(xla_pass_us(size, gpu) for size in transposed)
+    cycles = launches * rates.cycles_per_microsecond
     cycles += (read + written) / (share * rates.memory_bandwidth)
     passes = 2 * (1 + problem.transposed)
     moved = (passes * read + written) / (_SHARE * rates.memory_bandwidth)

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.explicit import spec_of
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.planned_kernel import planned_kernel, transposed_sizes
 from jax_tilekern.ops.quantisation.fp8_bits import fp8_bits
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gemm.arithmetic import FP8
@@ -442,7 +442,7 @@ def _cuda(
         math.prod(leading), rows, columns, x.aval.dtype, dtype,
         square=block[0] == BLOCK, transposed=both, power_of_two=power_of_two,
     )  # fmt: skip
-    return planned_kernel([x.value], plan_quantize, problem)
+    return planned_kernel([x.value], plan_quantize, problem, transposed_sizes(operands))
 
 
 def _described(*, block: Block, dtype: np.dtype[Any], both: bool, symmetric: bool, **_: Any) -> str:

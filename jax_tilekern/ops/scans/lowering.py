@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import computed_type
 from jax_tilekern.epilogue.understood import Untranslatable
-from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.planned_kernel import planned_kernel, transposed_sizes
 from jax_tilekern.ops.scans.combinations import computed_dtype
 from jax_tilekern.plans.scans.problem import Combination, Scan, ScanInput
 from jax_tilekern.plans.scans.select import plan_scan
@@ -52,4 +52,4 @@ def planned_scan(
         )
     except Untranslatable as error:
         return Fallback(str(error))
-    return planned_kernel([x.value for x in operands], plan_scan, scan)
+    return planned_kernel([x.value for x in operands], plan_scan, scan, transposed_sizes(operands))

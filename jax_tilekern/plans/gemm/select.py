@@ -27,7 +27,7 @@ from jax_tilekern.plans.gemm.sm90.candidates import WGMMA, wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
 from jax_tilekern.plans.gemm.small.candidates import SMALL
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidate
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import Gpu, xla_pass_us
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PredictedUs
@@ -111,7 +111,7 @@ def _plan_scaled(
     if times is None:
         return found[0].plan(gpu)
     sizes = (math.prod(g.batch) * rows * g.k for rows in (g.m, g.n))
-    passes = (_xla_pass_us(size * (1 + F32.itemsize) // 2, gpu) for size in sizes)
+    passes = (xla_pass_us(size * (1 + F32.itemsize) // 2, gpu) for size in sizes)
     workload = dataclasses.replace(
         product_workload(product), operation="scaled product", estimate=times.xla + sum(passes)
     )
@@ -171,17 +171,7 @@ def _xla_us(product: Product, of_plain: Sequence[CostedCandidate], gpu: Gpu) -> 
     assert times is not None
     read = _result_bytes(accumulators) + product.epilogue_bytes
     written = _result_bytes(product) if product.epilogue and product.epilogue.stores else 0
-    return times.xla + _xla_pass_us((read + written) // 2, gpu)
-
-
-# A kernel of XLA's behind another one (H200).
-_XLA_PASS = 1.2
-
-
-def _xla_pass_us(bytes_: int, gpu: Gpu) -> float:
-    """Estimate the microseconds of XLA to read and to write so many bytes each."""
-    moved = copy_cycles(bytes_, gpu) - copy_cycles(0, gpu)
-    return _XLA_PASS + moved / gpu.rates.cycles_per_microsecond
+    return times.xla + xla_pass_us((read + written) // 2, gpu)
 
 
 # The time of a kernel that computes half of a product of 16-bit operands, over its estimate: up to
@@ -296,7 +286,7 @@ def _cycles_of_xla(product: Product, gpu: Gpu) -> float:
         return math.inf
     # Kernels of pairs are compared by their estimates, so XLA's time is in the cycles of these.
     # The pass reads two arrays and writes one.
-    combining = _xla_pass_us(3 * _result_bytes(product) // 2, gpu)
+    combining = xla_pass_us(3 * _result_bytes(product) // 2, gpu)
     return found[0].cycles * (2 * xla + combining) / ours
 
 

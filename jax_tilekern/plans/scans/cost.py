@@ -30,7 +30,7 @@ _SHARE, _SHORT_SHARE = 0.7, 1.05
 # microseconds of a call, and with levels of each element of a sequence more; the share of the
 # bandwidth; and microseconds of an element of each array for each element of its sequence, which
 # are no more beyond 16, and more where the length is no power of two.
-_SHORT, _XLA_FUSION, _XLA_LEVEL, _XLA_FUSION_SHARE = 32, 0.8, 0.16, 0.9
+FUSED, _XLA_FUSION, _XLA_LEVEL, _XLA_FUSION_SHARE = 32, 0.8, 0.16, 0.9
 _XLA_ELEMENT, _MOST_STEPS, _XLA_ODD_ELEMENT = 3.5e-7, 16, 2e-6
 
 
@@ -45,7 +45,7 @@ def kernel_microseconds(scan: Scan, gpu: Gpu, kernel: ScanKernel) -> float:
 
 def xla_microseconds(scan: Scan, gpu: Gpu) -> float:
     memory = _memory_microseconds(scan, gpu)
-    if scan.length <= _SHORT:
+    if scan.length <= FUSED:
         launches = _XLA_FUSION + _XLA_LEVEL * scan.length * scan.in_levels
         of_element = _XLA_ELEMENT * min(scan.length, _MOST_STEPS)
         if scan.length & (scan.length - 1):
