@@ -18,7 +18,13 @@ import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.interop.gpu_target import gpu_target
 from jax_tilekern.plans.gemm.sm90.weight_only import WeightOnlyProduct
-from jax_tilekern.plans.gemm.sm90.weight_only_launches import kernel_of, plan_weight_only
+from jax_tilekern.plans.gemm.sm90.weight_only_few_rows import few_rows, plan_few_rows
+from jax_tilekern.plans.gemm.sm90.weight_only_few_rows import kernel_of as kernel_of_few_rows
+from jax_tilekern.plans.gemm.sm90.weight_only_launches import (
+    kernel_of,
+    plan_tiles,
+    plan_weight_only,
+)
 from jax_tilekern.plans.gemm.sm90.weight_only_tiles import tile_of
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
@@ -69,10 +75,10 @@ def drawn(rng, problem):
     return operands, x, exact * slopes, slopes
 
 
-def check(rng, problem, gpu=H100, **how):
+def check(rng, problem, gpu=H100, planner=plan_tiles, **how):
     operands, x, weights, slopes = drawn(rng, problem)
     with emulated_plans.record() as recorded:
-        plan = plan_weight_only(problem, gpu)
+        plan = planner(problem, gpu)
     assert not isinstance(plan, NoKernel), plan
     results = [((problem.batch, problem.m, problem.n), problem.out_dtype)]
     (found,) = emulated_plans.run_plan(plan, recorded, operands, results, **how)
@@ -123,6 +129,30 @@ def test_values(rng, name):
     assert len(plan.launches) == 2 + ("parts" in plan.reason)
 
 
+FEW_ROWS = {
+    name: call for name, call in CALLS.items() if few_rows(call, H100) is not None
+} | {
+    "one long row": WeightOnlyProduct(1, 90, 2048, 4, 128, BF16, BF16),
+    "rows of one group": WeightOnlyProduct(4, 70, 1152, 4, 1152, F16, F16, F16, BF16),
+    "two MMAs": WeightOnlyProduct(15, 40, 1024, 4, 256, BF16, F32, row_block=20),
+    "two MMAs of bytes": WeightOnlyProduct(9, 16, 1152, 8, 64, F16, F16, F32, F16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW_ROWS)
+@pytest.mark.one_in(3)
+def test_values_of_few_rows(rng, name):
+    """Teams of warps have several tiles in turn, and some warps have no k-tile."""
+
+    def planner(problem, gpu):
+        return plan_few_rows(problem, few_rows(problem, gpu), gpu)
+
+    one_sm = dataclasses.replace(H100, sm_count=1)
+    how = {"backwards": bool(rng.integers(2)), "held": int(rng.integers(1, 2**31))}
+    plan = check(rng, FEW_ROWS[name], one_sm, planner, **how)
+    assert len(plan.launches) == 1
+
+
 @pytest.mark.parametrize("late", [("reads",), ("writes",), ("reads", "writes")])
 @pytest.mark.parametrize("name", ["zeros", "bytes, zeros"])
 @pytest.mark.one_in(6)
@@ -158,8 +188,34 @@ def test_kernels_neither_spill_nor_serialize(rng, m, weights, group, zeros):
         assert compiled.log == ""
 
 
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("weights", [4, 8, E4M3])
+@pytest.mark.parametrize("zeros", [None, F32])
+@pytest.mark.parametrize("k", [4096, 4224])
+@pytest.mark.one_in(4)
+def test_kernels_of_few_rows_do_not_spill(rng, m, weights, zeros, k):
+    dtype = (BF16, F16)[rng.integers(2)]
+    bits, float8 = (8, weights) if weights == E4M3 else (weights, None)
+    problem = WeightOnlyProduct(m, 4096, k, bits, 128, dtype, dtype, F32, zeros)
+    if float8:
+        problem = dataclasses.replace(problem, float8=float8, zero_dtype=None)
+    kernel = kernel_of_few_rows(problem, few_rows(problem, H100))
+    (entry,) = compile_kernels(kernel, arch=H100.arch).entries
+    assert entry.spill_bytes == entry.stack_bytes == 0
+
+
+def test_which_kernel_is_faster():
+    def launches(m, n, k):
+        return len(plan_weight_only(WeightOnlyProduct(m, n, k, 4, 128, BF16, BF16), H100).launches)
+
+    assert launches(1, 4096, 4096) == 1
+    assert launches(32, 4096, 4096) > 1
+    # Groups of 32 share no MMA.
+    assert few_rows(WeightOnlyProduct(1, 4096, 4096, 4, 32, BF16, BF16), H100) is None
+
+
 def test_decode_has_ctas_for_a_gpu():
-    plan = plan_weight_only(WeightOnlyProduct(1, 4096, 14336, 4, 128, BF16, BF16), H100)
+    plan = plan_tiles(WeightOnlyProduct(1, 4096, 14336, 4, 128, BF16, BF16), H100)
     assert np.prod(plan.launches[1].grid) > H100.sm_count
     assert "parts" in plan.reason
 
@@ -234,12 +290,12 @@ def test_floats_that_are_not_finite(dtype, of, m):
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])
-@pytest.mark.parametrize("k", [256, 4096])
+@pytest.mark.parametrize(("m", "k"), [(5, 4096), (20, 256), (20, 4096)])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.one_in(2)
-def test_epilogue(rng, batch, k, zeros):
-    """The kernel, or the one that adds parts of k, applies a function that reads arrays."""
-    m, n = 5, 70
+def test_epilogue(rng, batch, m, k, zeros):
+    """A kernel, or the one that adds parts of k, applies a function that reads arrays."""
+    n = 70
     x = jnp.asarray(rng.standard_normal((*batch, m, k)), BF16)
     w = jnp.asarray(rng.standard_normal((*batch, n, k)), F32)
     values, *scales = jtk.quantize(w, block=(1, 128), dtype=jnp.int4, symmetric=not zeros)
@@ -268,7 +324,7 @@ def test_epilogue(rng, batch, k, zeros):
         gradient = jax.jit(jax.grad(loss))(bias)
     last = [plan.launches[-1].entry.name for plan in ran]
     assert ["Epilogue" in name for name in last] == [True, False, True]
-    assert all("parts" in plan.reason for plan in ran) == (k > 256)
+    assert [len(plan.launches) for plan in ran] == [1 if m < 17 else 2 + (k > 256)] * 3
     np.testing.assert_array_equal(sums, plain)
     terms = [float64(x.astype(F32)) for x in (plain, bias, of_rows, residual)]
     y, b, r, z = terms

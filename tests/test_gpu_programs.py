@@ -64,7 +64,7 @@ def by_int4(x, w, scales):
 
 
 WEIGHTS = array(2048, 1024, dtype=jnp.int4), array(2048, 8, dtype=jnp.float32)
-BY_INT4 = {"weight_only_matmul_int4_bfloat": 1}
+BY_INT4 = {"weight_only_few_rows_int4_bfloat": 1}
 SQUARE = array(1024, 1024)
 HEADS = array(2, 1024, 16, 128)
 # Function, operands, and kernels that a program launches.

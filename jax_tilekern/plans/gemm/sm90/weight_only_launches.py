@@ -22,6 +22,8 @@ from jax_tilekern.plans.gemm.sm90.weight_only import (
     WeightOnlyProduct,
     refusal,
 )
+from jax_tilekern.plans.gemm.sm90.weight_only_cost import fastest
+from jax_tilekern.plans.gemm.sm90.weight_only_few_rows import plan_few_rows
 from jax_tilekern.plans.gemm.sm90.weight_only_tiles import Tile, split_k, tile_of
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 from jax_tilekern.plans.grouped_gemm.problem import max_tiles, pack_groups
@@ -43,11 +45,19 @@ def plan_weight_only(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKer
     """Plan ``out`` of ``weights``, ``x``, ``scales``, ``zeros`` if there are any, and an epilogue.
 
     Bounds of ragged rows come before what the epilogue reads. ``weights`` are bytes of shape
-    ``(batch, n, k * bits / 8)``. A first launch orders ``x`` along
-    ``k`` as fragments of weights are, while weights are loaded.
+    ``(batch, n, k * bits / 8)``.
     """
     if why := refusal(problem, gpu):
         return NoKernel(why)
+    found, _ = fastest(problem, gpu)
+    return plan_few_rows(problem, found, gpu) if found else plan_tiles(problem, gpu)
+
+
+def plan_tiles(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan the kernel of tiles, of a product that is not refused.
+
+    A first launch orders ``x`` along ``k`` as fragments of weights are, while weights are loaded.
+    """
     tile = tile_of(problem, gpu)
     tiles = math.ceil(problem.n / tile.rows), math.ceil(problem.m / tile.tokens)
     splits, split_k_tiles = split_k(problem, math.prod(tiles) * problem.batch, tile, gpu)
