@@ -98,7 +98,8 @@ _MANY, _FEW = (120, 5, 0.12), (60, 4, 0.15)
 _MANY_TIMES = 800
 _AGAIN_SECONDS = 0.05
 _FEWEST = 25  # calls of an operation that has a model
-_KEPT = "matrix "  # Operations whose calls are the model.
+# Operations whose calls are the model, and the fewest of these.
+_KEPT, _FEWEST_KEPT = "matrix ", 10
 _ERRORS = (40, 3, 0.1)
 # What corrects another model.
 _CORRECTION = (40, 3, 0.1)
@@ -162,9 +163,10 @@ def run(arguments: argparse.Namespace) -> int:
             device = dataclasses.replace(device, models=known)
             own = _measured_calls([x.call for x in own], target, device)
         # Without a model, an operation has what its planner's rules say.
-        if sum(x.is_pair for x in own) < _FEWEST:
+        is_kept = operation.startswith(_KEPT)
+        if sum(x.is_pair for x in own) < (_FEWEST_KEPT if is_kept else _FEWEST):
             continue
-        if operation.startswith(_KEPT):
+        if is_kept:
             models[operation] = kept_calls(own, operation)
             continue
         base: Any = known.get(operation)

@@ -140,17 +140,19 @@ class NearestCalls:
         distances = _LEAST_DISTANCE + np.linalg.norm(self.features - features, axis=1)
         nearest = np.argsort(distances, kind="stable")[:_NEAREST]
         weights = distances[nearest] ** -2.0
-        trend, rest = self._trend
-        found = np.r_[1.0, features] @ trend + weights @ rest[nearest] / weights.sum()
+        center, trend, rest = self._trend
+        found = (features - center) @ trend + weights @ rest[nearest] / weights.sum()
         ours, xla = np.exp(found)
         return float(ours), float(xla)
 
     @functools.cached_property
-    def _trend(self) -> tuple[_Array, _Array]:
-        """The coefficients of the trend, and what each call differs by from it."""
-        x = np.c_[np.ones(len(self.features)), self.features]
-        trend = np.linalg.solve(x.T @ x + _RIDGE * np.eye(x.shape[1]), x.T @ self.times)
-        return trend, self.times - x @ trend
+    def _trend(self) -> tuple[_Array, _Array, _Array]:
+        """The mean features, the slopes of times, and what each call differs by from them."""
+        center = self.features.mean(0)
+        x = self.features - center
+        moments = x.T @ x + _RIDGE * np.eye(x.shape[1])
+        trend = np.linalg.solve(moments, x.T @ (self.times - self.times.mean(0)))
+        return center, trend, self.times - x @ trend
 
     @classmethod
     def from_json(cls, calls: Sequence[Sequence[float]]) -> NearestCalls:
