@@ -123,6 +123,15 @@ def test_xla_reads_transposed_arrays_where_they_lie(function, shape):
     assert choice_of(lambda stored: function(stored.T), stored, arch="H200").kernel is None
 
 
+def test_two_products_of_xlas_are_merged():
+    rows, columns = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((1693, 3232), (3232, 1868)))
+    with jtk.gpu_target("H200"):
+        choices = jtk.explain(jtk.gated_linear, rows, columns, columns, platform="cuda")
+    (choice,) = choices
+    assert choice.kernel is None
+    assert "TMA" in choice.reason
+
+
 def test_there_are_three_policies():
     with pytest.raises(ValueError, match="auto, kernels, xla, not 'fast'"):
         jtk.policy("fast").__enter__()

@@ -34,7 +34,12 @@ from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.element_types import wide_dtype
 from jax_tilekern.ops.products import complex_products, contraction_lowering
-from jax_tilekern.ops.products.contraction_lowering import CUDA, state_problem
+from jax_tilekern.ops.products.contraction_lowering import (
+    CUDA,
+    LoweredProduct,
+    cuda_kernel,
+    state_problem,
+)
 from jax_tilekern.ops.products.epilogues import ProductCall, define_product
 from jax_tilekern.ops.products.fused_lowering import InPlace, fused_kernel, planners
 from jax_tilekern.ops.products.groups import masked
@@ -458,7 +463,7 @@ def _source(operands: Sequence[Operand], **params: Any) -> tuple[Sequence[Operan
 # Lowering.
 
 
-def _kernel(operands: Sequence[Operand], **params: Any) -> PlannedKernel | str:
+def _kernel(operands: Sequence[Operand], **params: Any) -> PlannedKernel | Fallback | str:
     call = _Call(**params)
     lhs, (rhs, *second), bounds, read = call.split(operands)
     assert call.function is not None
@@ -466,7 +471,7 @@ def _kernel(operands: Sequence[Operand], **params: Any) -> PlannedKernel | str:
     state = functools.partial(
         state_problem, contract, CUDA, contraction=call.contraction, precision=call.precision
     )
-    return fused_kernel(
+    found = fused_kernel(
         (lhs, rhs, *bounds),
         second[0] if second else None,
         read,
@@ -478,6 +483,14 @@ def _kernel(operands: Sequence[Operand], **params: Any) -> PlannedKernel | str:
         in_place=call.in_place,
         symmetric=call.symmetric,
     )
+    if isinstance(found, str) and second and not bounds:
+        plain = state((lhs, rhs), out_dtype=call.accumulator)
+        has_kernel = isinstance(plain, LoweredProduct) and isinstance(
+            cuda_kernel(plain.product, plain.operands), PlannedKernel
+        )
+        # XLA merges products of one operand that have one type.
+        return found if has_kernel else Fallback(found)
+    return found
 
 
 def _unfused_in_words(pair: bool, **_: Any) -> tuple[str, str]:

@@ -33,6 +33,7 @@ from jax_tilekern.plans.gemm.epilogue import (
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
+    Outcome,
     PlannedKernel,
     Planner,
     Rewrite,
@@ -44,7 +45,7 @@ InPlace = tuple[tuple[int, int], ...]
 
 
 def planners(
-    kernel: Callable[..., PlannedKernel | str],
+    kernel: Callable[..., PlannedKernel | Fallback | str],
     otherwise: Callable[..., Array | list[Array]],
     in_words: Callable[..., tuple[str, str]],
 ) -> dict[str, Planner]:
@@ -53,7 +54,8 @@ def planners(
     Parameters
     ----------
     kernel
-        ``kernel(operands, **params)`` returns the kernel, or why there is none.
+        ``kernel(operands, **params)`` returns the kernel, or why there is none. A ``Fallback``
+        leaves all of the call to XLA.
     otherwise
         ``otherwise(*operands, **params)`` computes the call in another way.
     in_words
@@ -67,7 +69,7 @@ def planners(
     def plan_on_cpu(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:
         return rewrite(in_words(**params)[1], params)
 
-    def plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> PlannedKernel | Rewrite:
+    def plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
         found = kernel(operands, **params)
         return rewrite(found, params) if isinstance(found, str) else found
 
