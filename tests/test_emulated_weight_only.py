@@ -209,6 +209,10 @@ def test_which_kernel_is_faster():
         return len(plan_weight_only(WeightOnlyProduct(m, n, k, 4, 128, BF16, BF16), H100).launches)
 
     assert launches(1, 4096, 4096) == 1
+    assert launches(8, 2048, 1024) == 1
+    assert launches(16, 4096, 4096) == 1
+    # There, columns of two MMAs take longer than those of wgmma.
+    assert launches(16, 14336, 4096) > 1
     assert launches(32, 4096, 4096) > 1
     # Groups of 32 share no MMA.
     assert few_rows(WeightOnlyProduct(1, 4096, 4096, 4, 32, BF16, BF16), H100) is None

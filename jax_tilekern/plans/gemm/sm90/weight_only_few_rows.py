@@ -19,12 +19,11 @@ _MOST_ROWS = 16
 # they have more; and CTAs of an SM where x has at most so many rows.
 _TEAMS, _LEAST_WARPS = ((16, 48), (8, 16)), 4
 _MOST_CTAS, _MOST_LOADED_ROWS = 4, 2
-# Fitted to times on an H200 with arguments beyond L2: microseconds of a launch, and millions of
-# weights that a microsecond multiplies, by bits and rows.
-_LAUNCH_AND_RATE = {
-    4: {1: (3.6, 7.3), 2: (3.7, 6.8), 4: (4.3, 6.8), 8: (4.6, 6.9), 16: (5.3, 4.7)},
-    8: {1: (3.4, 4.0), 2: (3.7, 4.0), 4: (4.1, 4.0), 8: (4.4, 4.0), 16: (5.3, 3.2)},
-}
+# Fitted to times on an H200 with arguments beyond L2: microseconds of a launch; and, for each
+# microsecond, elements of x that an SM loads, and millions of weights, by bits, that columns of one
+# and of two MMAs multiply.
+_LAUNCH, _LOADED = 3.0, 27e3
+_WEIGHTS_IN_A_MICROSECOND = {4: (7.3, 4.7), 8: (4.0, 3.2)}
 # Vectors of a row of weights that four lanes load.
 _SPAN_BYTES = 4 * VECTOR_BYTES
 
@@ -84,8 +83,8 @@ def microseconds(problem: WeightOnlyProduct, found: FewRows, gpu: Gpu) -> float:
     """Return the predicted time of the kernel."""
     sms = gpu.available_sms
     weights = math.ceil(_tiles(problem) / sms) * sms * _ROWS * problem.k / 1e6
-    launch, rate = _LAUNCH_AND_RATE[problem.bits][found.rows]
-    return launch + weights / rate
+    rate = _WEIGHTS_IN_A_MICROSECOND[problem.bits][found.rows > 8]
+    return _LAUNCH + found.ctas * found.rows * problem.k / _LOADED + weights / rate
 
 
 def _tiles(problem: WeightOnlyProduct) -> int:
