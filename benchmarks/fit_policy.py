@@ -671,16 +671,18 @@ def _fitted(rows: _Rows, operation: str) -> dict[str, Any] | None:
 
 def kept_calls(calls: Sequence[MeasuredCall], operation: str) -> dict[str, Any]:
     """Return the calls of an operation as its model, and print its error on each without it."""
-    lines = [
-        [*call.workload.features, call.ours[0], call.xla]
+    pairs = [
+        (call.workload.features, call.ours[0], call.xla)
         for call in calls
         if call.xla is not None and 0 in call.ours
     ]
+    lines = [" ".join(f"{x:.6g}" for x in (*features, *times)) for features, *times in pairs]
     others = [
-        NearestCalls.from_json([x for x in lines if x is not line])(line[:-2]) for line in lines
+        NearestCalls.from_json(lines[:i] + lines[i + 1 :])(features)
+        for i, (features, *_) in enumerate(pairs)
     ]
     guess, of_xla = np.log(others).T
-    time, xla = np.log(np.array(lines)[:, -2:]).T
+    time, xla = np.log([times for _, *times in pairs]).T
     found = _Choices(np.arange(len(lines)), guess, time, time, of_xla, xla)
     report = {
         "calls": len(lines),
@@ -689,8 +691,7 @@ def kept_calls(calls: Sequence[MeasuredCall], operation: str) -> dict[str, Any]:
         **found.report(found.gain((0.0, 0.0), np.zeros(len(lines)))),
     }
     print(operation, report)
-    rounded = [[*map(float, np.round(line[:-2], 3)), *line[-2:]] for line in lines]
-    return {"unseen": report, "calls": rounded}
+    return {"unseen": report, "calls": lines}
 
 
 # A correction of nothing.

@@ -155,9 +155,9 @@ class NearestCalls:
         return center, trend, self.times - x @ trend
 
     @classmethod
-    def from_json(cls, calls: Sequence[Sequence[float]]) -> NearestCalls:
-        """Return the model of a file: features, and the microseconds of both sides."""
-        found = np.asarray(calls, np.float64)
+    def from_json(cls, calls: Sequence[str]) -> NearestCalls:
+        """Return the model of a file, whose lines have features and the microseconds of both."""
+        found = np.array([line.split() for line in calls], np.float64)
         return cls(found[:, :-2], np.log(found[:, -2:]))
 
 
@@ -286,7 +286,7 @@ def _read(path: Path, scaled: DeviceModel | None) -> DeviceModel | None:
         if FILES.get(content["device"]) != path.name:
             raise ValueError(f"it is of {content['device']}")
         return DeviceModel.from_json(content, scaled)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(
             f"jax_tilekern leaves calls to XLA, because it cannot read {path}: {error!r}; "
             "install the package again",
