@@ -398,6 +398,15 @@ def test_gradients_of_weights_read_the_rows_that_products_gather(partitioned_ane
     assert bytes_sent(ours) <= bytes_sent(theirs)
 
 
+@pytest.mark.parametrize("function", [jtk.cumsum, jtk.cumprod])
+def test_elements_of_a_scan_have_the_type_that_is_asked_for(function):
+    # XLA computes it, which may leave out a rounding to a type that it widens again.
+    x = array(9, 1, dtype=np.float32)
+    program = compiled(lambda x: function(x, 0, dtype=jnp.bfloat16), x)
+    assert not kernels(program)
+    assert "f32[9,1]{1,0} convert(%" in program.as_text()
+
+
 def test_a_device_chooses_by_its_own_lanes():
     """Lanes over four devices are few enough for groups of threads, and on one device XLA's."""
     data = jnp.linspace(-1, 1, 1600).reshape(200, 8)

@@ -109,8 +109,11 @@ def test_outer_products_with_functions_are_xlas():
 def test_small_scaled_products_with_packed_operands_are_xlas(k, is_kernels):
     operands = [jax.ShapeDtypeStruct((128, k), jnp.float8_e4m3fn)] * 2
     scales = [jax.ShapeDtypeStruct((128, 1), jnp.float32)] * 2
-    choice = choice_of(jtk.scaled_matmul, *operands, *scales, arch="H200")
-    assert (choice.kernel is not None) == is_kernels
+    for more in ({}, {"epilogue": lambda y: jnp.maximum(y, 0)}):
+        function = partial(jtk.scaled_matmul, **more)
+        with jtk.gpu_target("H200"):
+            choices = jtk.explain(function, *operands, *scales, platform="cuda")
+        assert {x.kernel is not None for x in choices} == {is_kernels}
 
 
 @pytest.mark.parametrize(

@@ -130,9 +130,12 @@ def _as_numpy(
     if result.dtype == np.bool_:
         counted = _as_numpy(function, kind, jnp.asarray(a) != 0, axis, None, None, reverse)
         return counted.astype(np.bool_)
-    a = compat.as_type(a, result.dtype).reshape(result.shape)
-    place = 0 if axis is None else axis % max(1, a.ndim)
-    total = _bind(a, kind=kind, axis=place, reverse=bool(reverse))
+    x = compat.as_type(a, result.dtype).reshape(result.shape)
+    if is_narrow(x.dtype) and not is_narrow(jnp.result_type(a)):
+        # XLA would scan elements that are not rounded.
+        x = lax.optimization_barrier(x)
+    place = 0 if axis is None else axis % max(1, x.ndim)
+    total = _bind(x, kind=kind, axis=place, reverse=bool(reverse))
     return compat.with_type(total, result.dtype, result.weak_type)
 
 

@@ -90,17 +90,37 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
         tuned = tuned_plan(product.with_epilogue(None), gpu, found)
         if tuned is not None:
             return tuned
+    if product.scales is not None and not product.is_grouped:
+        return _plan_scaled(product, found, gpu)
     if product.epilogue is not None:
         return fused_plan(found, gpu) if xla_has_none else _plan_fused(product, found, gpu)
     if xla_has_none:
-        return found[0].plan(gpu) if product.is_grouped else _plan_scaled(product, found, gpu)
+        return found[0].plan(gpu)
     return plan_choice(workload_of(product, found), found, gpu)
 
 
 def _plan_scaled(
     product: Product, found: Sequence[CostedCandidate], gpu: Gpu
 ) -> LaunchPlan | NoKernel:
-    """Plan and compile a product of scaled operands, which XLA dequantises first."""
+    """Plan and compile a product of scaled operands, which XLA dequantises first.
+
+    One with an epilogue has a kernel where it has one without.
+    """
+    plain = product.with_epilogue(None)
+    candidates_of_plain = candidates(plain, gpu)
+    workload = _scaled_workload(plain, gpu)
+    if workload is None or isinstance(candidates_of_plain, NoKernel):
+        return found[0].plan(gpu) if product.epilogue is None else fused_plan(found, gpu)
+    if product.epilogue is None:
+        return plan_choice(workload, found, gpu)
+    choice = choose(workload, candidates_of_plain, gpu)
+    if choice.candidate is None:
+        return NoKernel(choice.reason, choice.predicted_us)
+    return fused_plan(found, gpu)
+
+
+def _scaled_workload(product: Product, gpu: Gpu) -> Workload | None:
+    """Return the workload of a product of scaled operands, if XLA's time is known."""
     plain = dataclasses.replace(
         product, lhs_dtype=F32, rhs_dtype=F32, out_dtype=F32, arithmetic="f32", scales=None
     )
@@ -109,13 +129,12 @@ def _plan_scaled(
     if not isinstance(others, NoKernel):
         times = predicted_times(workload_of(plain, others), others, gpu)
     if times is None:
-        return found[0].plan(gpu)
+        return None
     sizes = (math.prod(g.batch) * rows * g.k for rows in (g.m, g.n))
     passes = (xla_pass_us(size * (1 + F32.itemsize) // 2, gpu) for size in sizes)
-    workload = dataclasses.replace(
+    return dataclasses.replace(
         product_workload(product), operation="scaled product", estimate=times.xla + sum(passes)
     )
-    return plan_choice(workload, found, gpu)
 
 
 def workload_of(product: Product, found: Sequence[CostedCandidate]) -> Workload:
