@@ -51,9 +51,10 @@ class Row {
 
   void Advance() {
     for (size_t d = index_.size(); d-- > 0;) {
-      Move(d, 1);
-      if (++index_[d] < sizes_[d]) return;
-      Move(d, -sizes_[d]);
+      // No place is beyond the last element, because the stride of a single row is any number.
+      const bool is_last = ++index_[d] == sizes_[d];
+      Move(d, is_last ? 1 - sizes_[d] : 1);
+      if (!is_last) return;
       index_[d] = 0;
     }
   }
