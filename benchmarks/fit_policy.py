@@ -685,7 +685,8 @@ def kept_calls(calls: Sequence[MeasuredCall], operation: str) -> dict[str, Any]:
     time, xla = np.log([times for _, *times in pairs]).T
     found = _Choices(np.arange(len(lines)), guess, time, time, of_xla, xla)
     report = {
-        "calls": len(lines),
+        "calls": len(calls),
+        "pairs": len(lines),
         "error_of_xla": _percentiles(np.abs(of_xla - xla)),
         "error_of_ours": _percentiles(np.abs(guess - time)),
         **found.report(found.gain((0.0, 0.0), np.zeros(len(lines)))),

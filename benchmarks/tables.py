@@ -100,6 +100,8 @@ def _label(found: Record, row: Record, stem: str) -> str | None:
     if "draw" in row:
         operation, *variant = row["draw"][0].split(",", 1)
         name = "linalg" if operation.startswith("linalg.") else operation
+        if row["draw"][0] == "matmul":
+            variant = [" any types"]  # Rows of other commands have a line of this operation.
         return ",".join([f"`{name}`", *variant])
     if "sample" in found:
         return f"`{found['operation']}`"
@@ -419,7 +421,7 @@ def fp8() -> Iterator[str]:
     return table((_DEVICES["amd-epyc"], *heads), cells.to_numpy())
 
 
-_WEIGHTS, _RANDOM_WEIGHTS = "h200/small_weights", "h200/samples/decode-int4-3"
+_WEIGHTS, _RANDOM_WEIGHTS = "h200/small_weights", "h200/samples/decode-int4-5"
 _LARGE = 1 << 23
 
 
