@@ -43,6 +43,10 @@ def gradients(function, count):
     return jax.grad(loss, tuple(range(count)))
 
 
+# XLA is predicted as fast for plain products, so these ask for kernels.
+by_kernels = jtk.policy("kernels")
+
+
 def ragged(x, w):
     return jtk.ragged_dot(x, w, jnp.full(8, 1024, np.int32))
 
@@ -70,14 +74,15 @@ HEADS = array(2, 1024, 16, 128)
 # Function, operands, and kernels that a program launches.
 READ_IN_PLACE = {
     "products of every major order": (
-        lambda x, y: [jtk.matmul(a, b) for a in (x, x.T) for b in (y, y.T)],
+        by_kernels(lambda x, y: [jtk.matmul(a, b) for a in (x, x.T) for b in (y, y.T)]),
         (SQUARE, SQUARE), {"wgmma_matmul_bf": 4},
     ),
     "a product and its gradients": (
-        gradients(jtk.matmul, 2), (SQUARE, SQUARE), {"wgmma_matmul_bf": 3},
+        by_kernels(gradients(jtk.matmul, 2)), (SQUARE, SQUARE), {"wgmma_matmul_bf": 3},
     ),
     "a layer and its gradients": (
-        gradients(jtk.linear, 3), (SQUARE, SQUARE, array(1024)), {"wgmma_matmul_bf": 3},
+        by_kernels(gradients(jtk.linear, 3)), (SQUARE, SQUARE, array(1024)),
+        {"wgmma_matmul_bf": 3},
     ),
     "groups and their gradients": (
         gradients(ragged, 2), (array(8192, 2048), array(8, 2048, 2048)),
