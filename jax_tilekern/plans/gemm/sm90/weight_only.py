@@ -13,6 +13,7 @@ from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32
 from jax_tilekern.plans.gemm.epilogue import Epilogue
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry
+from jax_tilekern.plans.launch import Scalars
 
 ROW_BYTES = 128  # of weights in a k-tile, and of x in a chunk
 CHUNK = 64  # elements of a row of x in a chunk
@@ -129,6 +130,24 @@ class WeightOnlyProduct:
     def chunks(self) -> int:
         """Chunks of a row of ``x``, of which the last one is filled up with zeros."""
         return math.ceil(self.k / CHUNK)
+
+    def shape_scalars(self, split_k_tiles: int) -> Scalars:
+        """Return the ``WeightOnlyShape`` of kernels, whose parts of k have so many k-tiles."""
+        return Scalars.pack(
+            "12i",
+            self.m,
+            self.n,
+            self.group,
+            self.groups,
+            self.row_block,
+            math.ceil(self.n / self.row_block),
+            self.k_tiles,
+            split_k_tiles,
+            self.batch,
+            self.x_batched,
+            self.weights_batched,
+            self.columns,
+        )
 
 
 def refusal(problem: WeightOnlyProduct, gpu: Gpu) -> str:

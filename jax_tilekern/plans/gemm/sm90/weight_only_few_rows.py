@@ -100,21 +100,6 @@ def plan_few_rows(problem: WeightOnlyProduct, found: FewRows, gpu: Gpu) -> Launc
     kernel = kernel_of(problem, found)
     compiled = compile_kernels(kernel, arch=gpu.arch)
     places = math.ceil(gpu.available_sms * found.ctas / problem.batch)
-    shape = Scalars.pack(
-        "12i",
-        problem.m,
-        problem.n,
-        problem.group,
-        problem.groups,
-        problem.row_block,
-        math.ceil(problem.n / problem.row_block),
-        problem.k_tiles,
-        problem.k_tiles,
-        problem.batch,
-        problem.x_batched,
-        problem.weights_batched,
-        problem.columns,
-    )
     launch = Launch(
         entry=compiled.entry(kernel.name),
         grid=(min(_tiles(problem) // problem.batch, places), problem.batch, 1),
@@ -125,7 +110,7 @@ def plan_few_rows(problem: WeightOnlyProduct, found: FewRows, gpu: Gpu) -> Launc
             Buffer(2),
             Buffer(2 + has_zeros),
             Buffer(out),
-            shape,
+            problem.shape_scalars(problem.k_tiles),
             Scalars.pack("i", problem.k),
             *(epilogue.parameters(out) if epilogue else ()),
         ),

@@ -91,21 +91,7 @@ def plan_tiles(problem: WeightOnlyProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
         sums = SumPass(geometry, splits, F32, problem.out_dtype, epilogue)
         kernels.append(sums.kernel)
     compiled = compile_kernels(*kernels, arch=gpu.arch)
-    shape = Scalars.pack(
-        "12i",
-        problem.m,
-        problem.n,
-        problem.group,
-        problem.groups,
-        problem.row_block,
-        math.ceil(problem.n / problem.row_block),
-        problem.k_tiles,
-        split_k_tiles,
-        problem.batch,
-        problem.x_batched,
-        problem.weights_batched,
-        problem.columns,
-    )
+    shape = problem.shape_scalars(split_k_tiles)
     weights, x = _maps(problem, tile, ordered)
     second = 3 + has_zeros if problem.pair else 0
     launches = [
