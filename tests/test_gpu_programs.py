@@ -403,6 +403,16 @@ def test_gradients_of_weights_read_the_rows_that_products_gather(partitioned_ane
     assert bytes_sent(ours) <= bytes_sent(theirs)
 
 
+@pytest.mark.parametrize(("specs", "columns"), [((P(), P("d")), 768), ((P(None, "d"), P()), 384)])
+def test_devices_fill_what_they_scatter_to(specs, columns, partitioned_anew):
+    program = compiled(
+        gradients(lambda x, i: jtk.take(x, i, axis=0), 1),
+        array(50304, 768), array(2048, dtype=np.int32), mesh=mesh_of((2,), ("d",)), specs=specs,
+    )  # fmt: skip
+    assert kernels(program) == ["fill"]
+    assert f"bf16[50304,{columns}]{{1,0}} custom-call()" in program.as_text()
+
+
 @pytest.mark.parametrize("function", [jtk.cumsum, jtk.cumprod])
 def test_elements_of_a_scan_have_the_type_that_is_asked_for(function):
     # XLA computes it, which may leave out a rounding to a type that it widens again.

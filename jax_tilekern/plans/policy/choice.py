@@ -109,8 +109,8 @@ def predicted_times(
         return None
     model, xla = known.models.get(workload.operation), known.roofline(workload)
     if isinstance(model, NearestCalls):
-        ours, xla = model(workload.features)
-        return PredictedTimes(np.array([ours]), xla, 1.0, model.device or known.device)
+        kernel, library = model(workload.features)
+        return PredictedTimes(np.array([kernel]), library, 1.0, model.device or known.device)
     if model is None:
         bases = np.array([base_microseconds(x, device, xla) for x in candidates])
         return PredictedTimes(bases, xla, 1.0, known.device)
@@ -118,8 +118,8 @@ def predicted_times(
     xla *= math.exp(model.xla([numbers])[0])
     least, error_factor = model.margin
     margin = math.exp(max(least, error_factor * model.error([numbers])[0]))
-    bases = predicted(known, workload, candidates, device, xla)
-    return PredictedTimes(bases, xla, margin, model.device or known.device)
+    ours = predicted(known, workload, candidates, device, xla)
+    return PredictedTimes(ours, xla, margin, model.device or known.device)
 
 
 def _is_wrong_in_xla(workload: Workload, device: Device) -> bool:
